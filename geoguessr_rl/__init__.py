@@ -1,0 +1,1 @@
+"""Post-train an open vision-language model with GRPO to place a street-level photo on the map."""

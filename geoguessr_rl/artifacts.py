@@ -1,0 +1,254 @@
+"""Names of run folders and files, atomic writes, run locks, fingerprints and blocks.
+
+Files are the interface between phases, so this module decides once how one is written: beside its
+final name and then renamed, so that a reader never sees half a file; by one process at a time; and
+with a fingerprint that says what it was made from. It holds no science.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+import polars as pl
+import pydantic
+
+T = TypeVar("T")
+
+PREDICTIONS = "predictions.jsonl"
+METRICS = "metrics.json"
+IDENTITY = "run.json"
+RESOLVED_CONFIG = "config.json"
+ADAPTER_RECORD = "trained_on.json"
+
+
+class UserError(Exception):
+    """A mistake of the user's: one sentence that says what, where and what to do. Exit code 2."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside `path`, which takes `path`'s place when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    yield partial
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
+    partial.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text atomically."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes bytes atomically."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON atomically; raises ValueError on NaN and infinity, which JSON lacks."""
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_parquet(path: Path, frame: pl.DataFrame) -> None:
+    """Writes a parquet file atomically."""
+    with replacing(path) as partial:
+        frame.write_parquet(partial)
+
+
+def read_json(path: Path, *, remedy: str) -> Any:
+    """Reads a JSON file, or raises UserError with `remedy` when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; {remedy}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); {remedy}") from None
+
+
+def plain(value: Any) -> Any:
+    """Turns dataclasses, pydantic models, paths, tuples and mappings into what JSON holds."""
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def fingerprint(value: Any) -> str:
+    """Returns 16 hex digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(plain(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seed_for(seed: int, key: str) -> int:
+    """Derives a 31-bit seed for one photo from the run's seed, whatever the order or the block."""
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Holds a folder for this process; a second process gets a UserError that names the first.
+
+    The operating system drops the lock when its owner dies, so that a killed run never has to be
+    unlocked by hand.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = folder / ".owner"
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        holder = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
+        raise UserError(
+            f"{folder} is in use by {holder}; wait for it, or choose another output folder"
+        ) from None
+    try:
+        command = " ".join(sys.argv)
+        owner.write_text(f"process {os.getpid()} on {socket.gethostname()} ({command})\n")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def claim(path: Path, identity: Mapping[str, Any]) -> None:
+    """Writes what a run is, or raises UserError that names how it differs from what is there.
+
+    Args:
+        path: The identity file of the run.
+        identity: Everything that must be equal for a resumed run to be the same run.
+    """
+    wanted = json.loads(json.dumps(plain(identity)))
+    if not path.exists():
+        write_json(path, wanted)
+        return
+    found = read_json(path, remedy="delete the folder and run again")
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) != found.get(key):
+            raise UserError(
+                f"{path.parent} holds another run: {key} was {found.get(key)!r} and is now "
+                f"{wanted.get(key)!r}; choose another run name, or delete that folder"
+            )
+
+
+def blocks(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Cuts a sequence into blocks of a fixed size, the unit of generation and resume."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def read_rows(path: Path, row: type[T]) -> list[T]:
+    """Reads JSON Lines into dataclasses; half a last line, left by a killed writer, is dropped.
+
+    Raises:
+        UserError: A line other than the last does not parse or lacks a field.
+    """
+    if not path.exists():
+        return []
+    names = {field.name for field in fields(row)}  # type: ignore[arg-type]
+    lines = path.read_text(encoding="utf-8").split("\n")
+    rows: list[T] = []
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines):  # empty after a whole last line; half a line otherwise
+            break
+        try:
+            values = json.loads(line).items()
+            rows.append(row(**{key: value for key, value in values if key in names}))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path}, line {number} is damaged ({error}); delete the folder and run again"
+            ) from None
+    return rows
+
+
+def run_blocks(
+    path: Path,
+    items: Sequence[T],
+    size: int,
+    rows_an_item: int,
+    work: Callable[[Sequence[T]], Sequence[Any]],
+) -> int:
+    """Appends each block's rows to a JSON Lines file, and skips the blocks that stand in it.
+
+    A block that was cut short is done again whole, so that a file is the same bytes however often
+    its run was killed.
+
+    Args:
+        path: The JSON Lines file.
+        items: The work, in a fixed order.
+        size: Items a block.
+        rows_an_item: Rows that each item gives.
+        work: Turns one block into its rows (dataclasses), `rows_an_item` for each, in order.
+
+    Returns:
+        How many items were found done.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b""
+    lines = whole.split(b"\n")[:-1]
+    done = len(lines) // rows_an_item
+    if done < len(items):
+        done -= done % size  # a shorter last block grows when the run is extended
+    kept = b"".join(line + b"\n" for line in lines[: done * rows_an_item])
+    if kept != whole:
+        write_bytes(path, kept)
+    for block in blocks(items[done:], size):
+        rows = work(block)
+        if len(rows) != len(block) * rows_an_item:
+            raise AssertionError(f"{len(rows)} rows for {len(block)} items")
+        with path.open("a", encoding="utf-8") as file:
+            # ASCII, since a model's text can hold what UTF-8 cannot (lone surrogates).
+            file.writelines(json.dumps(plain(row), allow_nan=False) + "\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+    return min(done, len(items))
+
+
+CHECKPOINT_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Returns a trainer's whole checkpoints, oldest first.
+
+    The trainer writes in place, `trainer_state.json` last: a checkpoint is whole when that file
+    parses and every other is there.
+    """
+
+    def whole(path: Path) -> bool:
+        weights = any(path.glob("*.safetensors"))
+        if not weights or not all((path / name).is_file() for name in CHECKPOINT_FILES):
+            return False
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return True
+
+    found = [
+        (int(number), path)
+        for path in folder.glob("checkpoint-*")
+        if (number := path.name.removeprefix("checkpoint-")).isdigit() and whole(path)
+    ]
+    return [path for _, path in sorted(found)]

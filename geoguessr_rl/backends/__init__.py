@@ -1,0 +1,105 @@
+"""Photos -> completions behind one interface.
+
+Every phase that needs a model's answers opens a backend here: vLLM, transformers, or scripted
+answers. A backend gets photos and a `Sampling`, and gives completions in the photos' order, `n` for
+each. It does not parse, score, cut into blocks or write files.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.config import Generation, Model
+from geoguessr_rl.prompt import ANSWER_CLOSE, PromptStyle, build_messages
+from geoguessr_rl.records import Completion, Photo, Sampling
+
+PROBE_MIN_GAP = 1e-6
+"""The least mean change of log-probability by which an adapter shows that it is in use."""
+
+
+class Backend(Protocol):
+    """What every backend offers."""
+
+    def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
+        """Returns `sampling.n` completions a photo, in the photos' order."""
+        ...
+
+    def logprobs(
+        self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
+    ) -> list[list[float]]:
+        """Returns the log-probability of each token of `texts[i]` as an answer to `photos[i]`.
+
+        With `adapter=False` the base model answers, where an adapter is loaded.
+        """
+        ...
+
+
+def chat_messages(style: PromptStyle) -> list[dict[str, Any]]:
+    """Returns the prompt in block form, with the photo before the user's text, as TRL puts it."""
+    blocks: list[dict[str, Any]] = []
+    for message in build_messages(style):
+        image = [{"type": "image"}] if message["role"] == "user" else []
+        text = {"type": "text", "text": message["content"]}
+        blocks.append({"role": message["role"], "content": [*image, text]})
+    return blocks
+
+
+def open_backend(
+    generation: Generation,
+    model: Model,
+    style: PromptStyle,
+    *,
+    lora: Any = None,
+    allow_base_mismatch: bool = False,
+) -> Backend:
+    """Loads the backend that a config names, with its adapter checked and probed.
+
+    Args:
+        generation: Which backend, on what device.
+        model: The base model.
+        style: The prompt style.
+        lora: The adapter's folder, or None.
+        allow_base_mismatch: Accept an adapter that was trained on a base of another name.
+
+    Raises:
+        UserError: The model or the adapter cannot be loaded, or they do not fit each other.
+    """
+    if generation.backend == "scripted":
+        from geoguessr_rl.backends.scripted import ScriptedBackend
+
+        if lora is not None:
+            raise UserError("the scripted backend has no model, so --lora has no meaning with it")
+        return ScriptedBackend(generation.script)
+
+    from geoguessr_rl.backends import models
+
+    if lora is not None:
+        models.check_adapter(lora, model.name, allow_base_mismatch=allow_base_mismatch)
+    if generation.backend == "vllm":
+        from geoguessr_rl.backends.vllm import VllmBackend
+
+        return VllmBackend(generation, model, style, lora)
+    from geoguessr_rl.backends.transformers import TransformersBackend
+
+    return TransformersBackend(generation, model, style, lora)
+
+
+def probe_adapter(backend: Backend, photo: Photo) -> float:
+    """Checks that a loaded adapter changes what the model says; returns the mean change.
+
+    vLLM and PEFT both serve the base model without a word when an adapter's keys match no module
+    or its weights are all zero.
+
+    Raises:
+        UserError: The log-probabilities of a fixed answer are those of the base model.
+    """
+    text = '<answer>{"country": "Chile", "lat": -33.4, "lon": -70.6}' + ANSWER_CLOSE
+    with_adapter = backend.logprobs([photo], [text])[0]
+    without = backend.logprobs([photo], [text], adapter=False)[0]
+    gap = sum(abs(a - b) for a, b in zip(with_adapter, without, strict=True)) / len(without)
+    if gap < PROBE_MIN_GAP:
+        raise UserError(
+            "the adapter changes nothing: a fixed answer has the base model's log-probabilities; "
+            "check that it was trained and that its keys match this base"
+        )
+    return gap

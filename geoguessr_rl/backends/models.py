@@ -1,0 +1,423 @@
+"""Models by name or by folder, and the tiny Qwen3-VL that stands in for the real one on a CPU.
+
+The tiny model has the real classes, file layout, module names and chat format, and random weights
+of under two million parameters, so that whatever runs on it runs on Qwen3-VL-4B too. It says
+nothing about how well the real model learns. Heavy libraries are imported inside the functions.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from geoguessr_rl import prompt
+from geoguessr_rl.artifacts import UserError, read_json
+from geoguessr_rl.config import Lora, Model
+from geoguessr_rl.images import visual_tokens
+
+_SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+_TAGS = (prompt.THINK_OPEN, prompt.THINK_CLOSE, prompt.ANSWER_OPEN, prompt.ANSWER_CLOSE)
+
+# A token never crosses the end of a clause, so that sentences of the constant prompt merge into
+# few tokens while the clues, the country and the coordinates of an answer stay separate decisions.
+_CLAUSE = r"[^,.:;\n]*(?:[,.:;]|\n+|$)"
+
+# Qwen3-VL's turn format. A block counts by its `type` alone: in messages that were read from a
+# dataset, text blocks carry a null `image` key.
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}
+{{- message.content -}}
+{%- else -%}
+{%- for block in message.content -%}
+{%- if block.type == 'image' -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif block.type == 'text' -%}
+{{- block.text -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+# From one visual token up to the image policy's upper bound: photos whose sides are multiples of
+# 32 are never resized, neither here nor in vLLM.
+_MIN_PIXELS, _MAX_PIXELS = 32 * 32, 802_816
+
+
+def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
+    """Writes a complete model folder: a random Qwen3-VL of about 0.7 million parameters.
+
+    Args:
+        out_dir: Where `AutoProcessor`, `AutoModelForImageTextToText` and vLLM load it from.
+        seed: Seed of the weights; the same seed and texts give the same files.
+        texts: What the tokenizer learns its merges from: the prompts and sample completions.
+            Any other text still encodes, byte by byte.
+    """
+    import torch
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import (
+        GenerationConfig,
+        PreTrainedTokenizerFast,
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CLAUSE), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [*texts, "system\n", "user\n", "assistant\n"]
+    # Tags are no part of any other token, as in the encoder, which cuts at added tokens first.
+    for tag in _TAGS:
+        texts = [piece for text in texts for piece in text.split(tag)]
+    bpe.train_from_iterator(texts, trainer)
+    # Added, but not special: decoding with `skip_special_tokens` has to keep them.
+    bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in _TAGS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(_SPECIAL_TOKENS[1:]),
+        model_max_length=4096,
+        padding_side="left",
+    )
+    pixels = {
+        "size": {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**pixels),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**pixels),
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _SPECIAL_TOKENS}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [6, 5, 5],  # sums to half the head size
+                "mrope_interleaved": True,
+            },
+            "initializer_range": 0.05,
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_heads": 4,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 96,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.05,
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    # It samples, as Qwen3-VL's does: a backend that forgets to say "greedy" shows here too.
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
+        pad_token_id=ids["<|endoftext|>"],
+    )
+    model.save_pretrained(out_dir)
+    processor.save_pretrained(out_dir)
+    # Older readers (vLLM among them) look for the image processor's own file.
+    (out_dir / "preprocessor_config.json").write_text(
+        json.dumps(processor.image_processor.to_dict(), indent=2, sort_keys=True) + "\n",
+        encoding="utf-8",
+    )
+
+
+def pick_device(device: str) -> str:
+    """Resolves `auto` to cuda, mps or cpu; raises UserError when the named device is missing."""
+    import torch
+
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if device == "auto":
+        return next(name for name, available in there.items() if available)
+    if not there[device]:
+        raise UserError(f"this machine has no {device} device; pass --device auto or cpu")
+    return device
+
+
+def pick_dtype(dtype: str, device: str) -> str:
+    """Resolves `auto`: bfloat16 on a GPU, float32 elsewhere, where greedy answers stay stable."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def attention() -> str:
+    """Returns flash_attention_2 when it is installed beside a GPU, else sdpa."""
+    import torch
+
+    installed = importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if installed and torch.cuda.is_available() else "sdpa"
+
+
+def require_model(name: str) -> None:
+    """Raises UserError when a name that can only be a folder does not exist."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"the model folder {name} holds no config.json; name a whole model")
+    elif path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise UserError(f"the model folder {name} does not exist; check model.name or --model")
+
+
+def _from_hub(load: Callable[..., Any], name: str, **kwargs: Any) -> Any:
+    """Calls a `from_pretrained`, and turns a missing model into a UserError."""
+    require_model(name)
+    try:
+        return load(name, **kwargs)
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the model {name} could not be loaded ({reason}); check the name, the network and "
+            "HF_TOKEN, or give a local folder"
+        ) from None
+
+
+def load_processor(name: str) -> Any:
+    """Loads a model's processor, padding on the left as generation needs."""
+    from transformers import AutoProcessor
+
+    return _from_hub(AutoProcessor.from_pretrained, name, padding_side="left")
+
+
+def load_model(model: Model, device: str) -> Any:
+    """Loads a vision-language model for generation or training."""
+    from transformers import AutoModelForImageTextToText
+
+    loaded = _from_hub(
+        AutoModelForImageTextToText.from_pretrained,
+        model.name,
+        dtype=pick_dtype(model.dtype, device),
+        attn_implementation=attention(),
+    )
+    return loaded.to(device)
+
+
+def load_adapter(model: Any, lora: Path) -> Any:
+    """Puts a checked adapter on a loaded base; see `check_adapter`."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(lora))
+
+
+def end_token_ids(model: Any, processor: Any) -> list[int]:
+    """Returns every token that ends a completion: the model's own, and the tokenizer's."""
+    ids = model.generation_config.eos_token_id
+    ids = [ids] if isinstance(ids, int) else list(ids or [])
+    return sorted({*ids, processor.tokenizer.eos_token_id})
+
+
+def image_token_id(processor: Any) -> int:
+    """Returns the id of `<|image_pad|>`, one of which stands for each visual token."""
+    return int(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+
+def check_image_tokens(counts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> None:
+    """Raises UserError when a photo costs another number of tokens than its stored size says.
+
+    Then some processor resized it, and the model would see other pixels here than in training.
+    """
+    for count, size in zip(counts, sizes, strict=True):
+        if count != visual_tokens(size):
+            raise UserError(
+                f"a photo of {size[0]} × {size[1]} pixels became {count} visual tokens instead of "
+                f"{visual_tokens(size)}: the model's processor resizes what the image policy "
+                "stored; prepare the data again with sizes that the model accepts"
+            )
+
+
+def meta_model(name: str) -> Any:
+    """Builds a model's modules on the meta device: shapes without weights, in about a second.
+
+    The shapes of the models that the configs name are kept in the project, so that nothing has to
+    be downloaded to list modules and count parameters.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLConfig
+
+    shapes = json.loads((Path(__file__).parent / "qwen3_vl.json").read_text(encoding="utf-8"))
+    if name in shapes:
+        config = Qwen3VLConfig(**shapes[name])
+    else:
+        config = _from_hub(AutoConfig.from_pretrained, name)
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)
+
+
+def adapted_modules(model: Any, lora: Lora) -> dict[str, tuple[int, int]]:
+    """Returns the modules that a LoRA config adapts, with their (in, out) features.
+
+    Raises:
+        UserError: None is adapted, or one of them lies in the vision tower, which stays frozen.
+    """
+    import torch
+
+    modules = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and name.rpartition(".")[2] in lora.target_modules
+        and not (lora.exclude_modules and re.fullmatch(lora.exclude_modules, name))
+    }
+    if not modules:
+        raise UserError(f"lora.target_modules {lora.target_modules} match no module of the model")
+    refuse_visual(modules)
+    return modules
+
+
+def refuse_visual(names: Iterable[str]) -> None:
+    """Raises UserError when an adapted module lies in the vision tower."""
+    visual = [name for name in names if ".visual." in f".{name}"]
+    if visual:
+        raise UserError(
+            f"the adapter reaches into the frozen vision tower: {visual[0]} and {len(visual) - 1} "
+            "more; mend lora.exclude_modules"
+        )
+
+
+def lora_parameters(modules: dict[str, tuple[int, int]], rank: int) -> int:
+    """Returns how many parameters a LoRA of this rank trains on these modules."""
+    return sum(rank * (fan_in + fan_out) for fan_in, fan_out in modules.values())
+
+
+def lora_config(lora: Lora) -> Any:
+    """Returns PEFT's config of the adapter."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        bias="none",
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _same_model(left: str, right: str) -> bool:
+    """Whether two names are one model: equal, or the same folder."""
+    folders = Path(left), Path(right)
+    both = folders[0].is_dir() and folders[1].is_dir()
+    return left == right or (both and folders[0].resolve() == folders[1].resolve())
+
+
+def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -> None:
+    """Refuses an adapter that does not belong on a base, before either is loaded.
+
+    Args:
+        lora: The adapter's folder.
+        base: The base model's name or folder.
+        allow_base_mismatch: Accept another base name; the shapes must agree all the same.
+
+    Raises:
+        UserError: It is not a LoRA adapter, was trained on another base, uses DoRA, reaches into
+            the vision tower, or has keys or sizes that the base lacks.
+    """
+    from safetensors import safe_open
+
+    weights = lora / "adapter_model.safetensors"
+    settings = read_json(lora / "adapter_config.json", remedy="name a folder that holds an adapter")
+    if not weights.is_file():
+        raise UserError(f"{weights} does not exist; name a folder that holds a whole adapter")
+    if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
+        kind = "DoRA" if settings.get("use_dora") else settings.get("peft_type")
+        raise UserError(f"{lora} is a {kind} adapter, which vLLM cannot serve; train a plain LoRA")
+    trained_on = str(settings.get("base_model_name_or_path"))
+    if not allow_base_mismatch and not _same_model(trained_on, base):
+        raise UserError(
+            f"{lora} was trained on {trained_on}, and the base here is {base}; pass that base with "
+            "--model, or --allow_base_mismatch when they are the same weights"
+        )
+    model = meta_model(base)
+    linear = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if hasattr(module, "in_features")
+    }
+    with safe_open(str(weights), framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise UserError(f"{weights} holds no weights; train the adapter again")
+    for key, shape in shapes.items():
+        name, _, part = key.removeprefix("base_model.model.").partition(".lora_")
+        refuse_visual([name])
+        if name not in linear:
+            raise UserError(f"{lora} adapts {name}, which the base {base} does not have")
+        expected = linear[name][0] if part.startswith("A") else linear[name][1]
+        found = shape[1] if part.startswith("A") else shape[0]
+        if found != expected:
+            raise UserError(
+                f"{lora} has size {found} at {name}, and the base {base} has {expected}: it was "
+                "trained on another model"
+            )

@@ -1,0 +1,144 @@
+"""Photos -> scored predictions, a block at a time: what evaluation and the filter share.
+
+Rows are written a block at a time and never generated twice, whatever kills the process; what a run
+is stands beside them, so that another model or another sampling is never mixed in.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from geoguessr_rl import artifacts, data
+from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import Backend, open_backend, probe_adapter
+from geoguessr_rl.config import Generation, Model, Prompt
+from geoguessr_rl.eval_metrics import make_prediction
+from geoguessr_rl.records import Photo, Prediction, Sampling
+from geoguessr_rl.reward import SCORE_VERSION
+
+
+def sampling_of(generation: Generation, n: int) -> Sampling:
+    """Returns how a phase samples `n` completions a photo."""
+    return Sampling(
+        n=n,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        max_tokens=generation.max_tokens,
+        seed=generation.seed,
+    )
+
+
+def adapter_identity(lora: Path | None) -> str | None:
+    """Returns a fingerprint of an adapter's weights, or None without one."""
+    if lora is None:
+        return None
+    weights = lora / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise UserError(f"{weights} does not exist; --lora takes a folder that holds an adapter")
+    return artifacts.file_sha256(weights)[:16]
+
+
+def check_trained_alike(lora: Path, style: str, image_policy: Mapping[str, Any]) -> None:
+    """Refuses to measure an adapter under another prompt or photo size than it was trained on."""
+    for folder in (lora, lora.parent):
+        record = folder / artifacts.ADAPTER_RECORD
+        if not record.is_file():
+            continue
+        trained = artifacts.read_json(record, remedy="train the adapter again")
+        for name, here in (("prompt_style", style), ("image", dict(image_policy))):
+            if trained[name] != here:
+                raise UserError(
+                    f"{lora} was trained with {name} {trained[name]!r}, and this run has {here!r}; "
+                    "use the same for both"
+                )
+        return
+
+
+def identity(
+    split: data.Split,
+    generation: Generation,
+    model: Model,
+    prompt: Prompt,
+    lora: Path | None,
+    sampling: Sampling,
+) -> dict[str, Any]:
+    """Returns everything that must be equal for two runs to be one run."""
+    scripted = generation.backend == "scripted"
+    return {
+        "backend": generation.backend,
+        "model": f"scripted:{Path(generation.script).name}" if scripted else model.name,
+        "dtype": model.dtype,
+        "adapter": adapter_identity(lora),
+        "prompt_style": prompt.style,
+        "sampling": artifacts.plain(sampling),
+        "split": split.name,
+        "split_fingerprint": split.fingerprint,
+        "image": split.image_policy,
+        "block_size": generation.block_size,
+        "batch_size": generation.batch_size,
+        "score_version": SCORE_VERSION,
+    }
+
+
+def generate(
+    path: Path,
+    photos: Sequence[Photo],
+    generation: Generation,
+    model: Model,
+    prompt: Prompt,
+    sampling: Sampling,
+    *,
+    lora: Path | None = None,
+    allow_base_mismatch: bool = False,
+) -> list[Prediction]:
+    """Generates and scores completions for photos, or reads them where they are done already.
+
+    Args:
+        path: The JSON Lines file that holds and receives the rows.
+        photos: In the split's order.
+        generation: The backend and its block size.
+        model: The base model.
+        prompt: The prompt style.
+        sampling: `n` rows a photo.
+        lora: An adapter's folder.
+        allow_base_mismatch: See `backends.open_backend`.
+
+    Returns:
+        `sampling.n` predictions a photo, in order.
+    """
+
+    @cache
+    def backend() -> Backend:
+        opened = open_backend(
+            generation, model, prompt.style, lora=lora, allow_base_mismatch=allow_base_mismatch
+        )
+        if lora is not None:
+            probe_adapter(opened, photos[0])
+        return opened
+
+    with tqdm(total=len(photos), unit="photo", desc=path.parent.name, mininterval=1) as bar:
+
+        def work(block: Sequence[Photo]) -> list[Prediction]:
+            rows = [
+                make_prediction(
+                    photo.id, k, photo.latitude, photo.longitude, photo.country_iso2, completion
+                )
+                for photo, completions in zip(
+                    block, backend().generate(block, sampling), strict=True
+                )
+                for k, completion in enumerate(completions)
+            ]
+            bar.update(len(block))
+            bar.set_postfix(geoscore=f"{sum(row.geoscore for row in rows) / len(rows):.0f}")
+            return rows
+
+        done = artifacts.run_blocks(path, photos, generation.block_size, sampling.n, work)
+        bar.update(done)
+    rows = artifacts.read_rows(path, Prediction)[: len(photos) * sampling.n]
+    expected = [photo.id for photo in photos for _ in range(sampling.n)]
+    if [row.id for row in rows] != expected:
+        raise UserError(f"{path} holds rows of other photos; delete its folder and run again")
+    return rows

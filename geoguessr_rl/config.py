@@ -1,0 +1,363 @@
+"""One frozen pydantic class for each YAML file, the only YAML reader, and the command line.
+
+Defaults < file < `--set a.b=value` < named flags, validated once. A key that is unknown, given
+twice or ill-typed is an error that names the key, the file and the nearest valid key. Constants
+that define a measurement live in code; what a user tunes lives in these files.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import Field, PositiveFloat, PositiveInt
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import YAMLError
+
+from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.prompt import MAX_COMPLETION_TOKENS, PromptStyle
+from geoguessr_rl.reward import RewardShape
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+Share = Annotated[float, Field(ge=0, le=1)]
+C = TypeVar("C", bound="Section")
+
+
+class Section(pydantic.BaseModel):
+    """The base of every config class: frozen, and unknown keys are errors."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ImagePolicy(Section):
+    """The size every stored photo has, so that no later processor resizes anything.
+
+    Pixels are areas; one visual token of Qwen3-VL covers 32 × 32 of them.
+    """
+
+    long_edge: PositiveInt = 1024
+    multiple: PositiveInt = 32
+    min_pixels: PositiveInt = 200_704
+    max_pixels: PositiveInt = 802_816
+    jpeg_quality: Annotated[int, Field(ge=1, le=95)] = 95
+
+
+class Source(Section):
+    """Where the photos come from: a local folder in the OSV-5M layout, or the Hub."""
+
+    root: Path | None = None
+    repo: str = "osv5m/osv5m"
+    revision: str | None = None
+    train: list[int] = [0, 1]
+    test: list[int] = [0]
+
+
+class TrainPool(Section):
+    """Which rows the model may train on."""
+
+    cap: PositiveInt = 400
+
+
+class EvalDraw(Section):
+    """How the frozen evaluation rows are drawn: photos of every country, round by round."""
+
+    size: PositiveInt = 1000
+    quick: PositiveInt = 300
+    rounds: PositiveInt = 10
+
+
+class Contamination(Section):
+    """How far train rows stay away from evaluation rows."""
+
+    min_km: Annotated[float, Field(ge=0)] = 1.0
+
+
+class DataConfig(Section):
+    """`configs/data.yaml`: prepare."""
+
+    source: Source = Source()
+    output_dir: Path = Path("data")
+    image: ImagePolicy = ImagePolicy()
+    train: TrainPool = TrainPool()
+    eval: EvalDraw = EvalDraw()
+    contamination: Contamination = Contamination()
+    seed: int = 42
+    limit: PositiveInt | None = None
+
+
+class Model(Section):
+    """The base model, by Hub name or folder."""
+
+    name: str = "Qwen/Qwen3-VL-4B-Instruct"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+
+
+class Prompt(Section):
+    """Which of the two prompt styles is used."""
+
+    style: PromptStyle = "think"
+
+
+class VllmEngine(Section):
+    """What vLLM may take of the machine, when it is the sampler."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    max_model_len: PositiveInt = 4096
+
+
+class Generation(Section):
+    """How completions are made.
+
+    `block_size` photos are generated, written and resumed together.
+    """
+
+    backend: Literal["vllm", "transformers", "scripted"] = "vllm"
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    block_size: PositiveInt = 256
+    batch_size: PositiveInt = 16
+    max_tokens: PositiveInt = MAX_COMPLETION_TOKENS
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: int = 42
+    vllm: VllmEngine = VllmEngine()
+    script: Literal["constant", "random_land"] | Path = "constant"
+
+
+class EvalConfig(Section):
+    """`configs/eval.yaml`: evaluate a model on a frozen split."""
+
+    model: Model = Model()
+    lora: Path | None = None
+    prompt: Prompt = Prompt()
+    generation: Generation = Generation()
+    data_dir: Path = Path("data")
+    split: str = "eval_osv"
+    run_name: str = "base"
+    output_dir: Path = Path("outputs/eval")
+    allow_base_mismatch: bool = False
+    limit: PositiveInt | None = None
+
+
+class FilterConfig(Section):
+    """`configs/filter.yaml`: keep the photos that GRPO can learn from."""
+
+    model: Model = Model()
+    lora: Path | None = None
+    prompt: Prompt = Prompt()
+    generation: Generation = Generation(temperature=1.0, top_p=0.95)
+    data_dir: Path = Path("data")
+    output_dir: Path = Path("outputs/filter")
+    rows: PositiveInt = 8000
+    cap: PositiveInt = 200
+    completions: Annotated[int, Field(ge=2)] = 4
+    min_std: PositiveFloat = 0.08
+    fallback_std: PositiveFloat = 0.05
+    min_rows: Annotated[int, Field(ge=0)] = 1500
+    rest_share: Share = 0.2
+    seed: int = 42
+    limit: PositiveInt | None = None
+
+
+class HotSpot(Section):
+    """A country that the warmed-up model over-predicts, to give GRPO something to unlearn."""
+
+    country_iso2: str
+    share: Share
+
+
+class WarmupConfig(Section):
+    """`configs/warmup.yaml`: supervised steps for a model that lacks the answer format."""
+
+    model: Model = Model()
+    prompt: Prompt = Prompt()
+    data_dir: Path = Path("data")
+    split: str = "train_pool"
+    output_dir: Path = Path("outputs/warmup")
+    clues: Path | None = None
+    hot_spot: HotSpot | None = None
+    steps: PositiveInt = 400
+    batch_size: PositiveInt = 32
+    learning_rate: PositiveFloat = 1e-5
+    seed: int = 42
+    limit: PositiveInt | None = None
+
+
+class RewardConfig(Section):
+    """The shape of the reward that GRPO rollouts use; evaluation always uses the default."""
+
+    shape: str = "two_scale"
+    parameters: dict[str, Any] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _known_shape(self) -> "RewardConfig":
+        self.build()
+        return self
+
+    def build(self) -> RewardShape:
+        """Returns the shape; raises ValueError that names the valid values."""
+        parameters = {
+            key: tuple(tuple(item) if isinstance(item, list) else item for item in value)
+            if isinstance(value, list)
+            else value
+            for key, value in self.parameters.items()
+        }
+        try:
+            return RewardShape(name=self.shape, **parameters)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+
+class Lora(Section):
+    """The adapter, on the language model's projections only."""
+
+    r: PositiveInt = 32
+    alpha: PositiveInt = 64
+    dropout: Share = 0.0
+    target_modules: list[str] = [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    exclude_modules: str = r".*visual.*"
+
+
+class GrpoConfig(Section):
+    """`configs/grpo.yaml`: our typed sections, and TRL's `GRPOConfig` verbatim as `trainer`."""
+
+    model: Model = Model()
+    prompt: Prompt = Prompt()
+    data_dir: Path = Path("data")
+    split: str = "train_learnable"
+    lora: Lora = Lora()
+    reward: RewardConfig = RewardConfig()
+    trainer: dict[str, Any] = {}
+    resume_from_checkpoint: str | None = None
+    seconds_per_step: PositiveFloat | None = None
+    budget_hours: PositiveFloat | None = None
+    dry_run: bool = False
+    limit: PositiveInt | None = None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML 1.2 mapping (`NO` is text, `1e-6` a number); duplicate keys are errors."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        value = YAML(typ="safe", pure=True).load(text)
+    except FileNotFoundError:
+        raise UserError(f"the config file {path} does not exist; give one with --config") from None
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise UserError(f"the config file {path} cannot be read ({error})") from None
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1
+        raise UserError(f"{path}, line {line}: {error.problem}; keep one of them") from None
+    except YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold keys and values, and holds a {type(value).__name__}")
+    return value
+
+
+def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Sets `a.b.c` in nested dicts."""
+    *parents, last = dotted.split(".")
+    for key in parents:
+        if not isinstance(tree.get(key), dict):
+            tree[key] = {}
+        tree = tree[key]
+    tree[last] = value
+
+
+def _valid_keys(cls: type[pydantic.BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Returns the keys that are valid beside the last part of an error's location."""
+    for part in location[:-1]:
+        field = cls.model_fields.get(str(part))
+        if field is None:
+            return []
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        sections = [o for o in options if isinstance(o, type) and issubclass(o, Section)]
+        if not sections:
+            return []
+        cls = sections[0]
+    return list(cls.model_fields)
+
+
+def nearest(key: str, valid: Sequence[str]) -> str:
+    """Returns a hint that names the valid key nearest to a misspelt one, or all of them."""
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid keys are {', '.join(valid)}"
+
+
+def load(
+    cls: type[C],
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, Any] | None = None,
+) -> C:
+    """Reads and validates one config.
+
+    Args:
+        cls: The config class of the file.
+        path: The YAML file.
+        overrides: `a.b=value` texts; the value is read as YAML.
+        flags: Dotted key to value; None means that the flag was not given.
+
+    Raises:
+        UserError: The file or a key is missing, unknown, given twice or ill-typed.
+    """
+    tree = _read_yaml(path)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {text} must look like a.b=value")
+        try:
+            _assign(tree, key, YAML(typ="safe", pure=True).load(value))
+        except YAMLError as error:
+            raise UserError(f"--set {text} is not valid YAML: {error}") from None
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _assign(tree, key, value)
+    try:
+        return cls.model_validate(tree)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        location = [part for part in first["loc"] if isinstance(part, str)]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        if (flags or {}).get(where) is not None:
+            raise UserError(f"--{where} {first['input']} is wrong: {first['msg']}") from None
+        if first["type"] == "extra_forbidden":
+            hint = nearest(str(first["loc"][-1]), _valid_keys(cls, location))
+            raise UserError(f"{path}: unknown key {where!r}; {hint}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: {where} = {first['input']!r} is wrong: {message}") from None
+
+
+def add_config_flags(parser: argparse.ArgumentParser, phase: str, *, limit: bool = True) -> None:
+    """Adds `--config`, `--set` and `--limit`, which every phase script takes."""
+    parser.add_argument(
+        "--config", type=Path, default=CONFIGS / f"{phase}.yaml", help="the phase's YAML file"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=VALUE", help="override one config key"
+    )
+    if limit:
+        parser.add_argument(
+            "--limit", metavar="N", help="use the first N photos only; a later run extends them"
+        )
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs a script's main function: a user's mistake is one sentence and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)

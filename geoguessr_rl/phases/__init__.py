@@ -1,0 +1,1 @@
+"""One module a command; phases talk to each other through files."""
