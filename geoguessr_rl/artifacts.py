@@ -168,7 +168,7 @@ def read_rows(path: Path, row: type[T]) -> list[T]:
     if not path.exists():
         return []
     names = {field.name for field in fields(row)}  # type: ignore[arg-type]
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     rows: list[T] = []
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # empty after a whole last line; half a line otherwise
@@ -249,6 +249,15 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     found = [
         (int(number), path)
         for path in folder.glob("checkpoint-*")
-        if (number := path.name.removeprefix("checkpoint-")).isdigit() and whole(path)
+        if (number := path.name.removeprefix("checkpoint-")).isdecimal() and whole(path)
     ]
     return [path for _, path in sorted(found)]
+
+
+def read_training_log(folder: Path) -> list[dict[str, Any]]:
+    """Returns the log of a trainer's last whole checkpoint, one entry a logged step."""
+    checkpoints = complete_checkpoints(folder)
+    if not checkpoints:
+        return []
+    text = (checkpoints[-1] / "trainer_state.json").read_text(encoding="utf-8")
+    return list(json.loads(text)["log_history"])

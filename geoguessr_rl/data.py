@@ -7,10 +7,13 @@ photos is `phases/prepare.py`'s work; the splits that it writes are read back he
 
 import random
 import re
+import struct
 import zipfile
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -38,6 +41,11 @@ CSV_COLUMNS = {  # OSV-5M's name -> ours
 }
 SAFE_ID = re.compile(r"[A-Za-z0-9_-]+")
 FLOAT_ID = r"^\d+(\.\d*|(\.\d+)?[eE][+-]?\d+)$"
+# What zipfile raises on damaged archives and entries.
+ZIP_ERRORS = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, NotImplementedError,
+    RuntimeError, ValueError, LookupError,
+)  # fmt: skip
 PREPARE_REMEDY = "run scripts/prepare_data.py first"
 
 
@@ -116,7 +124,9 @@ def list_members(archives: Sequence[Path]) -> tuple[dict[str, Member], dict[str,
         try:
             with zipfile.ZipFile(archive) as file:
                 entries = [info for info in file.infolist() if not info.is_dir()]
-        except (zipfile.BadZipFile, OSError, NotImplementedError):
+            if any(info.header_offset < 0 for info in entries):
+                raise zipfile.BadZipFile("a piece is missing before the directory")
+        except ZIP_ERRORS:
             raise UserError(
                 f"{archive} ({archive.stat().st_size} bytes) is not a whole zip; download again"
             ) from None
@@ -367,6 +377,9 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
         raise UserError(
             f"{path} has {frame.height} rows and its manifest {manifest['rows']}; {PREPARE_REMEDY}"
         )
+    ids = sorted(Path(name).stem for name in frame["image_path"])
+    if ids != [row["id"] for row in manifest["photos"]]:
+        raise UserError(f"{path} holds other photos than its manifest; {PREPARE_REMEDY}")
     photos = [
         Photo(
             id=Path(row["image_path"]).stem,
@@ -403,6 +416,21 @@ def require_train_role(split: Split, data_dir: Path) -> None:
                 f"split {split.name!r} shares {len(shared)} photos with {manifest['split']!r}, "
                 f"{min(shared)} among them; {PREPARE_REMEDY}"
             )
+
+
+def lay_out(photos: Sequence[Photo], rows: int, seed: int) -> list[Photo]:
+    """Returns the photos of a whole run: a fresh seeded permutation each epoch, cut at `rows`.
+
+    A longer run begins with the same photos, so that raising `max_steps` extends it.
+    """
+
+    def epochs() -> Iterator[list[Photo]]:
+        for epoch in count():
+            order = list(photos)
+            random.Random(f"{seed}:{epoch}").shuffle(order)
+            yield order
+
+    return list(islice(chain.from_iterable(epochs()), rows))
 
 
 def training_columns(photos: Sequence[Photo], style: PromptStyle) -> dict[str, list[Any]]:

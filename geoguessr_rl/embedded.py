@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from geoguessr_rl.prompt import PROMPT_STYLES, build_messages, format_completion
+
 CUES = ("soil", "trees", "line", "side", "roof", "sign")
 # Any two countries differ in at least three cues; no pair of cues names more than four countries.
 COUNTRIES: dict[str, tuple[str, str, str, str, str, str]] = {
@@ -101,6 +103,17 @@ def clue_sentence(iso2: str) -> str:
     """Returns the sentence that names a country's cue values."""
     words = [CLUES[cue][value] for cue, value in zip(CUES, COUNTRIES[iso2], strict=True)]
     return ", ".join(words) + "."
+
+
+def sample_texts() -> list[str]:
+    """Returns the prompts and every completion of the world, for the tiny model's tokenizer."""
+    messages = [message for style in PROMPT_STYLES for message in build_messages(style)]
+    completions = [
+        format_completion(name, latitude, longitude, clues=clue_sentence(iso2), style="think")
+        for iso2 in COUNTRIES
+        for name, latitude, longitude, _, _ in PLACES.values()
+    ]
+    return [message["content"] for message in messages] + completions
 
 
 def draw_world(root: Path, *, train: int, test: int, seed: int) -> None:

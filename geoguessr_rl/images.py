@@ -7,6 +7,8 @@ same pixels. Reading GPS from EXIF is the demo's business, not this module's.
 
 import io
 import math
+import struct
+import zlib
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,17 @@ VISUAL_TOKEN_PIXELS = 32 * 32
 """Pixels of one visual token of Qwen3-VL: patches of 16 pixels, merged 2 by 2."""
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".heic", ".heif", ".avif", ".gif", ".mpo")
+
+FORMATS = ("JPEG", "PNG", "WEBP", "HEIF", "AVIF", "GIF")
+"""The decoders that may see a file: a .jpg that holds PostScript must not start Ghostscript.
+
+MPO is JPEG's work."""
+
+# What decoders raise on damaged files; where these are caught, nothing is our own code.
+_DECODER_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, ArithmeticError, TypeError, RuntimeError,
+    LookupError, struct.error, zlib.error,
+)  # fmt: skip
 
 pillow_heif.register_heif_opener()
 
@@ -58,7 +71,7 @@ def _open(source: bytes | Path) -> Image.Image:
     if not data:
         raise BadImageError("empty file")
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
             raise BadImageError(f"{image.width} × {image.height} pixels is too large")
         image.load()
@@ -66,19 +79,18 @@ def _open(source: bytes | Path) -> Image.Image:
         raise BadImageError("too large") from None
     except UnidentifiedImageError:
         raise BadImageError("not an image") from None
-    # Decoders of damaged files raise any of these; nothing here is our own code.
-    except (OSError, SyntaxError, ValueError, EOFError, ArithmeticError, TypeError) as error:
-        raise BadImageError(f"damaged: {error}") from None
+    except _DECODER_ERRORS as error:
+        raise BadImageError(f"damaged: {' '.join(str(error).split())[:100]}") from None
     return image
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
     """Turns a decoded picture upright and into RGB, on white where it is transparent."""
     # An EXIF block that cannot be read holds no orientation.
-    with suppress(OSError, SyntaxError, ValueError, TypeError, KeyError, ArithmeticError):
+    with suppress(*_DECODER_ERRORS):
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith(("I", "F")):  # 16-bit grey, which convert() would clip to white
-        grey = np.asarray(image, dtype=np.float64) / (65535 if image.mode.startswith("I") else 255)
+    if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip to white
+        grey = np.asarray(image, dtype=np.float64) / 65535
         image = Image.fromarray((grey * 255).round().clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -130,7 +142,7 @@ def prepare(data: bytes, policy: ImagePolicy) -> tuple[bytes, tuple[int, int]]:
     """Applies the policy to one photo's bytes.
 
     Args:
-        data: A photo in any format that Pillow or libheif reads.
+        data: A photo in one of `FORMATS`.
         policy: The image policy.
 
     Returns:

@@ -39,6 +39,10 @@ class ScriptedBackend:
             self._answers = read_json(path, remedy="name constant, random_land or a JSON file")
             if not isinstance(self._answers, dict):
                 raise UserError(f"{path} must map photo ids (or '*') to completions")
+            for key, value in self._answers.items():
+                texts = [value] if isinstance(value, str) else value
+                if not (isinstance(texts, list) and texts and {*map(type, texts)} == {str}):
+                    raise UserError(f"{path}: {key!r} must be a completion or a list of them")
 
     def _text(self, photo: Photo, sample: int, sampling: Sampling) -> str:
         """Returns one completion."""

@@ -57,11 +57,14 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 
 def summary_line(metrics: Mapping[str, Any]) -> str:
-    """Returns the one line that a run prints at its end."""
-    median = "none" if metrics["median_km"] is None else f"{metrics['median_km']:.0f}"
+    """Returns the one line that a run prints at its end; a figure of nothing reads `none`."""
+
+    def text(key: str, spec: str) -> str:
+        return "none" if metrics[key] is None else format(metrics[key], spec)
+
     return (
         f"{metrics['run_name']} on {metrics['run']['split']}: n {metrics['n']}, "
-        f"GeoScore {metrics['mean_geoscore']:.0f}, country {metrics['country_acc']:.1%}, "
-        f"format {metrics['format_rate']:.1%}, median {median} km; recommended "
-        f"max_completion_length {metrics['recommended_max_completion_length']}"
+        f"GeoScore {text('mean_geoscore', '.0f')}, country {text('country_acc', '.1%')}, "
+        f"format {text('format_rate', '.1%')}, median {text('median_km', '.0f')} km; recommended "
+        f"max_completion_length {text('recommended_max_completion_length', 'd')}"
     )

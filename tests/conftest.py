@@ -1,0 +1,192 @@
+"""Fixtures that several test modules share: small OSV-5M folders, prepared splits, the scripts."""
+
+import csv
+import io
+import os
+import random
+import runpy
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polars as pl
+import pytest
+from PIL import Image
+
+from geoguessr_rl import artifacts, data
+from geoguessr_rl.config import DataConfig, EvalDraw, ImagePolicy, Source
+from geoguessr_rl.records import PHOTO_SCHEMA
+
+ROOT = Path(__file__).parents[1]
+# OSV-5M's own header, in its order.
+OSV5M_COLUMNS = (
+    "id,latitude,longitude,thumb_original_url,country,sequence,captured_at,lon_bin,lat_bin,cell,"
+    "region,sub-region,city,land_cover,road_index,drive_side,climate,soil,dist_sea,"
+    "quadtree_10_5000,quadtree_10_25000,quadtree_10_1000,quadtree_10_50000,quadtree_10_12500,"
+    "quadtree_10_500,quadtree_10_2500,unique_region,unique_sub-region,unique_city,unique_country,"
+    "creator_username,creator_id"
+).split(",")
+SMALL = ImagePolicy(long_edge=160, min_pixels=1024)
+
+Row = dict[str, Any]
+Entry = tuple[str | zipfile.ZipInfo, bytes]
+
+
+def make_jpeg(seed: int, size: tuple[int, int] = (96, 64)) -> bytes:
+    """A bare JPEG of blocks, different for each seed."""
+    rng = random.Random(seed)
+    blocks = Image.frombytes("RGB", (6, 4), rng.randbytes(72))
+    out = io.BytesIO()
+    blocks.resize(size, Image.Resampling.NEAREST).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def make_rows(countries: Sequence[str], *, prefix: str = "", each: int = 1) -> list[Row]:
+    """`each` rows a country, every row at least 10 degrees of latitude or longitude from others."""
+    rows = []
+    for n, country in enumerate([code for code in countries for _ in range(each)]):
+        place = {"latitude": -80 + n % 17 * 10 + 0.5, "longitude": -170 + n // 17 * 10 + 0.5}
+        rows.append({"id": f"{prefix}{n + 1}", **place, "country": country})
+    return rows
+
+
+def csv_text(rows: Sequence[Row], columns: Sequence[str] = tuple(OSV5M_COLUMNS)) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def write_zip(path: Path, entries: Sequence[Entry]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in entries:
+            file.writestr(name, content)
+
+
+def photo_entries(rows: Sequence[Row]) -> list[Entry]:
+    return [(f"00/{row['id']}.jpg", make_jpeg(n)) for n, row in enumerate(rows)]
+
+
+@pytest.fixture
+def osv_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder in the OSV-5M layout and returns it.
+
+    Rows are dicts of CSV cells; a table may also be given as bytes, and a zip as bytes or as
+    entries of (name, content). Without entries there is one good photo a row.
+    """
+
+    def make(
+        test: Sequence[Row] | bytes = (),
+        *,
+        train: Sequence[Row] | bytes = (),
+        test_zip: Sequence[Entry] | bytes | None = None,
+        train_zip: Sequence[Entry] | bytes | None = None,
+        root: Path = tmp_path / "osv5m",
+    ) -> Path:
+        for split, rows, archive in (("test", test, test_zip), ("train", train, train_zip)):
+            table = rows if isinstance(rows, bytes) else csv_text(rows).encode()
+            target = root / "images" / split / "00.zip"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (root / f"{split}.csv").write_bytes(table)
+            if isinstance(archive, bytes):
+                target.write_bytes(archive)
+            else:
+                entries = photo_entries([] if isinstance(rows, bytes) else rows)
+                write_zip(target, entries if archive is None else archive)
+        return root
+
+    return make
+
+
+@pytest.fixture
+def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
+    """Makes the config that prepares a small folder into `tmp_path / "data"`."""
+
+    def make(root: Path, *, size: int = 1000, **keys: Any) -> DataConfig:
+        settings: dict[str, Any] = {
+            "source": Source(root=root, train=[0], test=[0]),
+            "output_dir": tmp_path / "data",
+            "image": SMALL,
+            "eval": EvalDraw(size=size, quick=3),
+        }
+        return DataConfig(**{**settings, **keys})
+
+    return make
+
+
+@pytest.fixture
+def make_split() -> Callable[..., Path]:
+    """Writes a prepared split of (id, latitude, longitude, country) without its photo files."""
+
+    def make(
+        data_dir: Path,
+        photos: Sequence[tuple[str, float, float, str]],
+        *,
+        name: str = "eval_osv",
+        role: data.Role = "evaluation",
+    ) -> Path:
+        keys = ("image_path", "latitude", "longitude", "country_iso2")
+        rows = [dict(zip(keys, (f"images/{p[0]}.jpg", *p[1:]), strict=True)) for p in photos]
+        table = pl.DataFrame(rows, schema=PHOTO_SCHEMA)
+        sha256 = {photo[0]: f"hash of {photo[0]}" for photo in photos}
+        policy = SMALL.model_dump()
+        manifest = data.build_manifest(name, role, table, sha256, image_policy=policy, source="t")
+        artifacts.write_parquet(data_dir / f"{name}.parquet", table)
+        artifacts.write_json(data.manifest_path(data_dir, name), manifest)
+        return data_dir
+
+    return make
+
+
+class Ended(NamedTuple):
+    """How a script ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """Runs a script of `scripts/` in this process, as its command line would."""
+
+    def run(name: str, *args: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        capsys.readouterr()
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def start_script() -> Callable[..., "subprocess.Popen[str]"]:
+    """Starts a script of `scripts/` in a process of its own, which ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, *args: object) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts" / name), *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "POLARS_MAX_THREADS": "1"},
+        )
+        started.append(process)
+        return process
+
+    yield start  # type: ignore[misc]
+    for process in started:
+        process.kill()
+        process.communicate()

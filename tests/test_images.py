@@ -1,0 +1,361 @@
+"""Images: any photo file becomes upright RGB at the policy's size, or a BadImageError."""
+
+import io
+import resource
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pillow_heif
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+
+from geoguessr_rl.config import ImagePolicy
+from geoguessr_rl.images import (
+    MAX_STRETCH,
+    BadImageError,
+    fit,
+    fitted_size,
+    open_upright,
+    prepare,
+    visual_tokens,
+)
+
+AWKWARD = Path(__file__).parents[1].parent / "shared" / "awkward_files"
+AWKWARD_FILES = sorted(p for p in AWKWARD.glob("*") if p.suffix != ".md")
+DEFAULT, SMALL = ImagePolicy(), ImagePolicy(long_edge=160, min_pixels=1024)
+SIZE = (96, 64)
+# Top left, top right, bottom left, bottom right.
+CORNERS = [(220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 40)]
+EXIF_ORIENTATION, EXIF_MAKE = 0x0112, 0x010F
+# How a picture must be stored so that the orientation turns it upright again.
+STORED_AS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def upright() -> Image.Image:
+    """A picture whose four quarters have the colours of `CORNERS`."""
+    quarters = Image.new("RGB", (2, 2))
+    for n, colour in enumerate(CORNERS):
+        quarters.putpixel((n % 2, n // 2), colour)
+    return quarters.resize(SIZE, Image.Resampling.NEAREST)
+
+
+def save(image: Image.Image, kind: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def with_orientation(orientation: int, kind: str = "JPEG", **options: object) -> bytes:
+    turn = STORED_AS[orientation]
+    stored = upright() if turn is None else upright().transpose(turn)
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    return save(stored, kind, exif=exif, **options)
+
+
+def assert_upright(image: Image.Image, tolerance: int = 45) -> None:
+    """The picture is RGB, lies flat, and has the right colour in every corner."""
+    assert image.mode == "RGB"
+    assert image.size == SIZE
+    for n, colour in enumerate(CORNERS):
+        found = image.getpixel((SIZE[0] * (1 + 2 * (n % 2)) // 4, SIZE[1] * (1 + 2 * (n // 2)) // 4))
+        assert max(abs(a - b) for a, b in zip(found, colour, strict=True)) < tolerance, (n, found)
+
+
+def png(width: int, height: int, *, depth: int = 8, kind: int = 2, rows: bytes = b"") -> bytes:
+    """A PNG whose header says any size, whatever pixels follow."""
+
+    def chunk(tag: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + tag + content + struct.pack(
+            ">I", zlib.crc32(tag + content)
+        )
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
+    body = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + header + body + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF"])
+@pytest.mark.parametrize("orientation", STORED_AS)
+def test_every_exif_orientation_ends_upright(orientation: int, kind: str) -> None:
+    assert_upright(open_upright(with_orientation(orientation, kind)))
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_heic_is_turned_once(orientation: int) -> None:
+    turn = STORED_AS[orientation]
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    stored = upright() if turn is None else upright().transpose(turn)
+    out = io.BytesIO()
+    heif = pillow_heif.from_pillow(stored)
+    heif.save(out, quality=90, exif=exif.tobytes())
+    assert_upright(open_upright(out.getvalue()))
+
+
+def test_a_prepared_photo_is_not_turned_again() -> None:
+    stored, _ = prepare(with_orientation(6), SMALL)
+    assert_upright(open_upright(stored))
+    assert_upright(open_upright(prepare(stored, SMALL)[0]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(lambda: save(upright(), "WEBP"), id="webp"),
+        pytest.param(lambda: save(upright(), "WEBP", lossless=True), id="lossless webp"),
+        pytest.param(lambda: save(upright(), "AVIF"), id="avif"),
+        pytest.param(lambda: save(upright(), "HEIF"), id="heic"),
+        pytest.param(lambda: save(upright(), "PNG"), id="png"),
+        pytest.param(lambda: save(upright().quantize(16), "PNG"), id="palette"),
+        pytest.param(lambda: save(upright().convert("RGBA"), "PNG"), id="rgba"),
+        pytest.param(lambda: save(upright(), "JPEG", progressive=True), id="progressive"),
+        pytest.param(lambda: save(upright().convert("CMYK"), "JPEG", quality=95), id="cmyk"),
+        pytest.param(
+            lambda: save(upright(), "MPO", save_all=True, append_images=[Image.new("RGB", SIZE)]),
+            id="mpo, whose second frame is black",
+        ),
+        pytest.param(
+            lambda: save(upright(), "GIF", save_all=True, append_images=[Image.new("RGB", SIZE)]),
+            id="animated gif, whose second frame is black",
+        ),
+    ],
+)
+def test_every_format_gives_upright_rgb_of_its_first_frame(data: object) -> None:
+    assert_upright(open_upright(data()), tolerance=60)  # type: ignore[operator]
+
+
+def test_transparency_becomes_white() -> None:
+    palette = upright().quantize(16)
+    clear = palette.getpixel((0, 0))
+    for data in (
+        save(palette, "PNG", transparency=clear),
+        save(palette, "GIF", transparency=clear),
+        save(Image.new("RGBA", SIZE, (9, 9, 9, 0)), "PNG"),
+        save(Image.new("LA", SIZE, (9, 0)), "PNG"),
+        save(Image.new("RGB", SIZE, (9, 9, 9)), "PNG", transparency=(9, 9, 9)),
+    ):
+        assert open_upright(data).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_sixteen_bit_grey_is_scaled_and_not_clipped_to_white() -> None:
+    ramp = np.tile(np.linspace(0, 65535, 96).astype(np.uint16), (64, 1))
+    grey = np.asarray(open_upright(save(Image.fromarray(ramp), "PNG")))
+    assert grey.shape == (64, 96, 3)
+    assert grey[0, 0, 0] == 0 and grey[0, -1, 0] == 255
+    assert abs(int(grey[0, 48, 0]) - 128) <= 3
+
+
+def test_a_grey_and_a_one_bit_picture_become_rgb() -> None:
+    for mode in ("L", "1"):
+        assert open_upright(save(upright().convert(mode), "PNG")).mode == "RGB"
+
+
+def truncated(kind: str, share: float) -> bytes:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8))
+    data = save(noise, kind)
+    return data[: int(len(data) * share)]
+
+
+BAD = {
+    "empty": lambda: b"",
+    "text": lambda: b"this is no photo\n" * 50,
+    "html": lambda: b"<!DOCTYPE html><html><body>429</body></html>",
+    "git lfs pointer": lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "only a JPEG's first bytes": lambda: b"\xff\xd8\xff\xe0",
+    "PostScript named jpg": lambda: save(upright(), "EPS"),
+    "no pixels": lambda: png(96, 64),
+    "no width": lambda: png(0, 64),
+    "a gif of no size": lambda: b"GIF89a" + bytes(7) + b";",
+    **{
+        f"{kind} cut at {share:.0%}": lambda kind=kind, share=share: truncated(kind, share)
+        for kind in ("JPEG", "PNG", "WEBP", "AVIF", "HEIF", "GIF")
+        for share in (0.1, 0.5, 0.9)
+    },
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_no_whole_photo_is_refused_in_a_few_words(name: str) -> None:
+    with pytest.raises(BadImageError) as refused:
+        prepare(BAD[name](), SMALL)
+    assert 0 < len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(["JPEG", "PNG", "WEBP", "AVIF", "HEIF", "GIF"]),
+    changes=st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_damaged_bytes_never_raise_anything_else(
+    kind: str, changes: list[tuple[float, int]]
+) -> None:
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION], exif[EXIF_MAKE] = 6, "camera"
+    options = {} if kind in ("GIF", "HEIF") else {"exif": exif}
+    data = bytearray(save(upright(), kind, **options))
+    for where, value in changes:
+        data[int(where * len(data))] = value
+    try:
+        stored, size = prepare(bytes(data), SMALL)
+    except BadImageError:
+        return
+    assert open_upright(stored).size == size
+
+
+def test_an_avif_whose_payload_is_gone_is_a_bad_image() -> None:
+    """Pillow's AVIF decoder raises RuntimeError, which no other decoder does."""
+    data = bytearray(save(upright(), "AVIF"))
+    middle = len(data) // 2
+    data[middle:] = bytes(len(data) - middle)
+    with pytest.raises(BadImageError):
+        open_upright(bytes(data))
+
+
+@pytest.mark.parametrize("size", [(65536, 65536), (20000, 14000), (10001, 10001)])
+def test_a_huge_picture_is_refused_before_a_pixel_is_decoded(size: tuple[int, int]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadImageError, match="too large"):
+        open_upright(png(*size, depth=1, kind=0, rows=bytes(1000)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+
+
+@pytest.mark.parametrize("size", [(2048, 1), (1, 2048), (4000, 100)])
+def test_a_picture_that_is_too_thin_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(BadImageError, match="too thin"):
+        prepare(save(Image.new("RGB", size), "PNG"), DEFAULT)
+
+
+sides = st.integers(1, 12_000)
+
+
+@settings(max_examples=150, deadline=None)
+@given(width=sides, height=sides, max_pixels=st.sampled_from([401_408, 602_112, 802_816]))
+def test_a_fitted_size_keeps_every_bound_of_the_policy(
+    width: int, height: int, max_pixels: int
+) -> None:
+    policy = ImagePolicy(max_pixels=max_pixels)
+    try:
+        size = fitted_size(width, height, policy)
+    except BadImageError:
+        assert max(width / height, height / width) > 4  # 1024 × 224 is the thinnest allowed
+        return
+    w, h = size
+    assert w % 32 == 0 and h % 32 == 0
+    assert max(size) <= 1024
+    assert 200_704 <= w * h <= max_pixels
+    assert visual_tokens(size) <= max_pixels // 1024 <= 784
+    assert abs(np.log(w / h) - np.log(width / height)) <= MAX_STRETCH
+    assert fitted_size(w, h, policy) == size
+
+
+@settings(max_examples=100, deadline=None)
+@given(w=st.integers(1, 32), h=st.integers(1, 32))
+def test_a_size_that_fits_already_is_left_alone(w: int, h: int) -> None:
+    size = (32 * w, 32 * h)
+    if DEFAULT.min_pixels <= size[0] * size[1] <= DEFAULT.max_pixels:
+        assert fitted_size(*size, DEFAULT) == size
+        image = Image.new("RGB", size)
+        assert fit(image, DEFAULT) is image
+
+
+@pytest.mark.parametrize(
+    ("size", "fitted"),
+    [
+        ((4032, 3024), (1024, 768)),
+        ((3024, 4032), (768, 1024)),
+        ((1920, 1080), (1024, 576)),
+        ((640, 480), (640, 480)),
+        ((1024, 1024), (896, 896)),
+        ((320, 240), (512, 416)),
+    ],
+)
+def test_usual_photos_get_the_size_that_one_expects(
+    size: tuple[int, int], fitted: tuple[int, int]
+) -> None:
+    w, h = fitted_size(*size, DEFAULT)
+    assert abs(w - fitted[0]) <= 32 and abs(h - fitted[1]) <= 32
+
+
+def test_a_bare_jpeg_that_fits_keeps_its_bytes() -> None:
+    for quality in (60, 95):
+        data = save(upright(), "JPEG", quality=quality)
+        assert prepare(data, SMALL) == (data, SIZE)
+
+
+def _with_icc() -> bytes:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    return save(upright(), "JPEG", icc_profile=profile)
+
+
+def _with_camera() -> bytes:
+    exif = Image.Exif()
+    exif[EXIF_MAKE] = "dashcam 52.5N 13.4E"
+    return save(upright(), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(_with_camera, id="exif"),
+        pytest.param(lambda: save(upright(), "JPEG", comment=b"Berlin"), id="comment"),
+        pytest.param(_with_icc, id="icc"),
+        pytest.param(lambda: save(upright(), "JPEG", xmp=b"<x>Berlin</x>"), id="xmp"),
+        pytest.param(lambda: save(upright(), "PNG"), id="png"),
+        pytest.param(lambda: save(upright().convert("L"), "JPEG"), id="grey jpeg"),
+        pytest.param(
+            lambda: save(upright(), "MPO", save_all=True, append_images=[upright()]), id="mpo"
+        ),
+    ],
+)
+def test_whatever_else_is_written_anew_without_metadata(data: object) -> None:
+    original = data()  # type: ignore[operator]
+    stored, size = prepare(original, SMALL)
+    assert stored != original
+    image = Image.open(io.BytesIO(stored))
+    assert (image.format, image.mode, image.size) == ("JPEG", "RGB", size)
+    assert {name for name, _ in image.applist} <= {"APP0"}
+    assert not image.getexif() and "icc_profile" not in image.info and "comment" not in image.info
+    assert b"Berlin" not in stored and b"dashcam" not in stored
+    assert prepare(stored, SMALL) == (stored, size)
+
+
+def test_a_photo_costs_at_most_784_tokens() -> None:
+    for size in [(4000, 3000), (3000, 3000), (1024, 800)]:
+        _, fitted = prepare(save(Image.new("RGB", size), "JPEG"), DEFAULT)
+        assert 196 <= visual_tokens(fitted) <= 784
+
+
+@pytest.mark.parametrize("path", AWKWARD_FILES, ids=lambda path: path.name)
+def test_each_awkward_file_is_upright_rgb_or_refused_within_memory(path: Path) -> None:
+    try:
+        stored, size = prepare(path.read_bytes(), DEFAULT)
+        image = open_upright(stored)
+        assert (image.mode, image.size) == ("RGB", size)
+        # The phone photos of this folder whose pixels lie on their side.
+        if path.name in ("exif_rot90.jpg", "webp exif rotated.webp", "gps_zero_zero.jpg"):
+            assert image.height > image.width
+        if path.name == "exif_rot180_gps_west.jpg":
+            assert image.width > image.height
+        if path.name == "png16_gray.png":
+            assert np.asarray(image).min() < 50
+    except BadImageError as refused:
+        assert 0 < len(str(refused)) < 200
+        assert path.name.startswith(("giant", "png_65536", "truncated"))
+    else:
+        assert not path.name.startswith(("giant", "png_65536", "truncated."))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1_500_000  # KiB
