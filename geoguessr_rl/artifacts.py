@@ -45,9 +45,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 text atomically."""
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    r"""Writes UTF-8 text atomically; a lone surrogate in a model's text becomes `\udXXX`."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -241,6 +241,11 @@ class GrpoConfig(Section):
     limit: PositiveInt | None = None
 
 
+def _one_line(error: Exception) -> str:
+    """Returns an error's text without its line breaks."""
+    return " ".join(str(error).split())
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Reads a YAML 1.2 mapping (`NO` is text, `1e-6` a number); duplicate keys are errors."""
     try:
@@ -254,7 +259,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = error.problem_mark.line + 1
         raise UserError(f"{path}, line {line}: {error.problem}; keep one of them") from None
     except YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not valid YAML: {_one_line(error)}") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -318,14 +323,15 @@ def load(
         try:
             _assign(tree, key, YAML(typ="safe", pure=True).load(value))
         except YAMLError as error:
-            raise UserError(f"--set {text} is not valid YAML: {error}") from None
+            raise UserError(f"--set {text} is not valid YAML: {_one_line(error)}") from None
     for key, value in (flags or {}).items():
         if value is not None:
             _assign(tree, key, value)
     try:
         return cls.model_validate(tree)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key explains a missing one, not the other way round.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         location = [part for part in first["loc"] if isinstance(part, str)]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         if (flags or {}).get(where) is not None:

@@ -48,7 +48,7 @@ class Run:
 
 
 def load_run(folder: Path) -> Run:
-    """Reads a run; raises UserError when it is none, is incomplete or has other scoring rules."""
+    """Reads a run; raises UserError when the folder holds none, or an incomplete one."""
     remedy = "give a folder that scripts/run_eval.py has finished, like outputs/eval/base/eval_osv"
     identity, config, stored = (
         artifacts.read_json(folder / name, remedy=remedy)

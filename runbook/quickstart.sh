@@ -57,4 +57,4 @@ evaluate "Measure the trained model" --run_name rl --lora "$adapter"
 phase "Write the report" scripts/write_report.py "$out/eval/base/eval_osv" "$out/eval/rl/eval_osv" \
   --training "$out/grpo" --output_dir "$out" \
   --note "This is the embedded world: drawn pictures and a tiny model. It says nothing about real photos."
-echo "next: open the report; then prepare real photos with scripts/prepare_data.py --source DIR"
+echo "next:   open the report; then give scripts/prepare_data.py --source a folder of real photos"

@@ -22,13 +22,14 @@ from geoguessr_rl.records import PHOTO_SCHEMA
 
 ROOT = Path(__file__).parents[1]
 # OSV-5M's own header, in its order.
-OSV5M_COLUMNS = (
+_HEADER = (
     "id,latitude,longitude,thumb_original_url,country,sequence,captured_at,lon_bin,lat_bin,cell,"
     "region,sub-region,city,land_cover,road_index,drive_side,climate,soil,dist_sea,"
     "quadtree_10_5000,quadtree_10_25000,quadtree_10_1000,quadtree_10_50000,quadtree_10_12500,"
     "quadtree_10_500,quadtree_10_2500,unique_region,unique_sub-region,unique_city,unique_country,"
     "creator_username,creator_id"
-).split(",")
+)
+OSV5M_COLUMNS = _HEADER.split(",")
 SMALL = ImagePolicy(long_edge=160, min_pixels=1024)
 
 Row = dict[str, Any]

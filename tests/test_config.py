@@ -155,7 +155,12 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     [
         (EvalConfig, "run_nam: x", "run_nam", "run_name"),
         (EvalConfig, "generation: {temprature: 1}", "generation.temprature", "temperature"),
-        (EvalConfig, "generation: {vllm: {max_len: 1}}", "generation.vllm.max_len", "max_model_len"),
+        (
+            EvalConfig,
+            "generation: {vllm: {max_len: 1}}",
+            "generation.vllm.max_len",
+            "max_model_len",
+        ),
         (DataConfig, "imge: {}", "imge", "image"),
         (DataConfig, "image: {longedge: 5}", "image.longedge", "long_edge"),
         (DataConfig, "source: {trian: [0]}", "source.trian", "train"),

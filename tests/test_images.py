@@ -71,7 +71,9 @@ def assert_upright(image: Image.Image, tolerance: int = 45) -> None:
     assert image.mode == "RGB"
     assert image.size == SIZE
     for n, colour in enumerate(CORNERS):
-        found = image.getpixel((SIZE[0] * (1 + 2 * (n % 2)) // 4, SIZE[1] * (1 + 2 * (n // 2)) // 4))
+        found = image.getpixel(
+            (SIZE[0] * (1 + 2 * (n % 2)) // 4, SIZE[1] * (1 + 2 * (n // 2)) // 4)
+        )
         assert max(abs(a - b) for a, b in zip(found, colour, strict=True)) < tolerance, (n, found)
 
 
@@ -79,8 +81,11 @@ def png(width: int, height: int, *, depth: int = 8, kind: int = 2, rows: bytes =
     """A PNG whose header says any size, whatever pixels follow."""
 
     def chunk(tag: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + tag + content + struct.pack(
-            ">I", zlib.crc32(tag + content)
+        return (
+            struct.pack(">I", len(content))
+            + tag
+            + content
+            + struct.pack(">I", zlib.crc32(tag + content))
         )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))

@@ -90,7 +90,7 @@ def evaluated(tmp_path: Path) -> Evaluate:
 
 
 def pages(out: Path) -> tuple[str, str]:
-    return tuple((out / f"report.{kind}").read_text() for kind in ("md", "html"))  # type: ignore[return-value]
+    return tuple((out / f"report.{kind}").read_bytes().decode() for kind in ("md", "html"))  # type: ignore[return-value]
 
 
 def write_report(base: Path, tuned: Path, out: Path, **options: Any) -> tuple[str, str]:
@@ -115,12 +115,13 @@ class Elements(HTMLParser):
 # --- What it says
 
 
-def test_the_line_gives_both_scores_the_interval_and_the_verdict(
+def test_the_lines_give_both_scores_the_interval_and_the_verdict(
     evaluated: Evaluate, tmp_path: Path
 ) -> None:
     line = report.run(evaluated("base", FRANCE), evaluated("rl", RIGHT), output_dir=tmp_path)
     pattern = (
-        r"GeoScore (\d+) -> 5000 \(\+(\d+), 95 % interval (\d+) to (\d+)\): better; .*report.html"
+        r"before: GeoScore (\d+), .*\nafter:  GeoScore 5000, .*\n"
+        r"gain:   \+(\d+) GeoScore, 95 % interval (\d+) to (\d+): better\nreport: .*report.html"
     )
     before, gain, low, high = map(int, re.fullmatch(pattern, line).groups())  # type: ignore[union-attr]
     assert before + gain in (4999, 5000, 5001)
@@ -144,7 +145,7 @@ def test_a_falling_distance_is_better_and_a_rising_refusal_rate_is_worse(
     md, _ = write_report(evaluated("base", FRANCE), near, tmp_path)
     assert re.search(r"Median distance .*\| better \|", md)
     md, _ = write_report(near, refusing, tmp_path)
-    assert re.search(r"Refusal \| 0.0 \| 100.0 \|.*\| worse \|", md)
+    assert re.search(r"Refusal \| 0.0 \| 100.0 \|.*\| 0 / 8 / 0 \| worse \|", md)
     assert re.search(r"Median distance \| 0.0 \| – \| – \|", md)  # infinite: all miss
 
 
@@ -158,10 +159,27 @@ def test_the_weighted_mean_of_the_table_is_the_metrics_own(evaluated: Evaluate) 
     assert found["mean_geoscore_weighted"].before != pytest.approx(found["mean_geoscore"].before)
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "signed", "text"),
+    [
+        (1234.5, "score", False, "1,234"),
+        (-1922.4, "km", True, "−1,922"),
+        (0.6, "km", False, "0.6"),
+        (0.2275, "share", True, "+22.8"),
+        (-0.0001, "share", True, "0.0"),  # neither +0.0 nor −0.0
+        (None, "km", False, "–"),
+    ],
+)
+def test_figures_are_written_for_a_column(
+    value: float | None, unit: str, signed: bool, text: str
+) -> None:
+    assert report.number(value, unit, signed=signed) == text
+
+
 def test_equal_runs_are_not_distinguishable(evaluated: Evaluate, tmp_path: Path) -> None:
     base = evaluated("base", FRANCE)
     line = report.run(base, base, output_dir=tmp_path)
-    assert "(+0, 95 % interval 0 to 0): not distinguishable at n = 8" in line
+    assert "+0 GeoScore, 95 % interval 0 to 0: not distinguishable at n = 8" in line
 
 
 def test_a_hot_spot_stands_beside_how_often_it_is_true(evaluated: Evaluate, tmp_path: Path) -> None:
@@ -172,10 +190,10 @@ def test_a_hot_spot_stands_beside_how_often_it_is_true(evaluated: Evaluate, tmp_
 def test_what_got_worse_lists_the_worst_country_first_and_warns_of_chance(
     evaluated: Evaluate, tmp_path: Path
 ) -> None:
-    worse = [*RIGHT[:6], RIGHT[0], RIGHT[4]]  # the US as France, Australia as Brazil
+    worse = [*RIGHT[:6], RIGHT[5], RIGHT[3]]  # the US as Kenya, Australia as Japan
     md, html = write_report(evaluated("base", RIGHT), evaluated("rl", worse), tmp_path)
     section = md.split("## What got worse")[1].split("##")[0]
-    assert re.findall(r"^\| (\w[\w ]+) \| 1 ", section, re.M) == ["Australia", "United States"]
+    assert re.findall(r"^\| (\w[\w ]+) \| 1 ", section, re.M) == ["United States", "Australia"]
     assert "Mean GeoScore fell in 2 of 8 countries" in html and "by chance" in html
 
 
@@ -284,7 +302,7 @@ def test_scores_that_were_edited_in_the_rows_count_for_nothing(
     base, tuned = evaluated("base", FRANCE), evaluated("rl", FRANCE)
     path = tuned / artifacts.PREDICTIONS
     path.write_text(re.sub(r'"geoscore": [\d.e-]+', '"geoscore": 5000.0', path.read_text()))
-    assert "(+0, " in report.run(base, tuned, output_dir=tmp_path)
+    assert "gain:   +0 GeoScore" in report.run(base, tuned, output_dir=tmp_path)
 
 
 def test_photos_that_were_prepared_anew_are_refused(evaluated: Evaluate, tmp_path: Path) -> None:
@@ -337,8 +355,8 @@ def test_html_asks_the_network_for_nothing(hostile: tuple[str, str]) -> None:
 
 def test_markdown_holds_the_models_text_as_text(hostile: tuple[str, str]) -> None:
     md = hostile[0]
-    for line in md.split("\n"):
-        if "alert(1)" in line or line.strip() in ("```", "# heading"):
+    for line in md.splitlines():
+        if "alert(1)" in line or line.strip() in ("</pre></details>", "```", "# heading"):
             assert line.startswith("    ")  # an indented block: nothing in it is markup
     assert "| before | \\<b onclick=alert(5)\\>\\|\\\\\\*\\_\\`\\[q\\](javascript" in md
 
@@ -440,7 +458,7 @@ def test_the_same_runs_give_the_same_bytes(evaluated: Evaluate, tmp_path: Path) 
     assert write_report(*folders, tmp_path / "1") == write_report(*folders, tmp_path / "2")
 
 
-def test_the_command_prints_one_line_and_a_mistake_is_one_sentence(
+def test_the_command_prints_four_lines_and_a_mistake_is_one_sentence(
     evaluated: Evaluate, tmp_path: Path
 ) -> None:
     script = Path(report.__file__).parents[2] / "scripts/write_report.py"
@@ -451,8 +469,8 @@ def test_the_command_prints_one_line_and_a_mistake_is_one_sentence(
         return subprocess.run(line, capture_output=True, text=True, cwd=tmp_path)
 
     done = command(base, tuned)
-    assert done.returncode == 0 and done.stdout.count("\n") == 1
-    assert done.stdout.endswith(": better; outputs/report.html\n")
+    assert done.returncode == 0 and done.stdout.count("\n") == 4
+    assert done.stdout.endswith(": better\nreport: outputs/report.html\n")
     assert (tmp_path / "outputs/report.md").exists()
     wrong = command(base, tmp_path / "none")
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ")

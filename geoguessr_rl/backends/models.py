@@ -253,7 +253,9 @@ def load_processor(name: str) -> Any:
 def load_model(model: Model, device: str) -> Any:
     """Loads a vision-language model for generation or training."""
     from transformers import AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of loading and saving; the phases have their own
     loaded = _from_hub(
         AutoModelForImageTextToText.from_pretrained,
         model.name,

@@ -131,6 +131,24 @@ def require_token_level_correction(trainer: Mapping[str, Any]) -> None:
         )
 
 
+def require_live_gradient(ratio: torch.Tensor | None, limit: float = 0.5) -> None:
+    """Checks fault 4 at run time: most completions must keep a weight in the loss.
+
+    Args:
+        ratio: Importance-sampling ratios, shape (completions, tokens) or (completions, 1); None
+            without vLLM.
+        limit: Share of completions that may be masked away.
+
+    Raises:
+        StackFaultError: More of them are.
+    """
+    if ratio is not None and (masked := float((ratio == 0).all(dim=-1).float().mean())) > limit:
+        raise StackFaultError(
+            f"the importance-sampling correction masks {masked:.0%} of the completions out of the "
+            "loss; sampler and trainer disagree"
+        )
+
+
 def lora_deltas(model: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """Yields (vLLM's name, base weight, LoRA delta in float32 or None) for each base parameter."""
     from peft.tuners.lora import LoraLayer
@@ -179,7 +197,8 @@ def mend_sync(vllm_generation: Any, *, on_cpu: bool) -> None:
         runner.reload_weights(weights_iterator=vllm_generation._iter_named_params())
         vllm_generation.llm.reset_prefix_cache()
         vllm_generation.llm.reset_mm_cache()
-        runner.reset_encoder_cache()
+        # The engine's, not the runner's: the scheduler has to forget what it believes is cached.
+        vllm_generation.llm.llm_engine.reset_encoder_cache()
 
     vllm_generation.sync_weights = sync_on_cpu
 
@@ -239,6 +258,14 @@ def mend(trainer: Any) -> None:
         return completion_ids, logprobs
 
     trainer._generate_single_turn = checked
+    score = trainer._generate_and_score_completions
+
+    def watched(inputs: Any) -> Any:
+        outputs = score(inputs)
+        require_live_gradient(outputs.get("importance_sampling_ratio"))
+        return outputs
+
+    trainer._generate_and_score_completions = watched
     trainer.add_callback(BaseWeightsGuard())
     if trainer.use_vllm:
         on_cpu = trainer.accelerator.device.type == "cpu"

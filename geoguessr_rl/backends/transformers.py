@@ -64,12 +64,15 @@ class TransformersBackend:
         )
         self._end_ids = models.end_token_ids(self._model, self._processor)
 
-    def _inputs(self, photos: Sequence[Photo], suffixes: Sequence[str] = ()) -> Any:
+    def _inputs(self, photos: Sequence[Photo]) -> Any:
         """Returns the model's inputs for a batch, padded on the left."""
         images = [open_upright(photo.path) for photo in photos]
-        texts = [self._prompt + suffix for suffix in suffixes or [""] * len(photos)]
         inputs = self._processor(
-            text=texts, images=images, return_tensors="pt", padding=True, padding_side="left"
+            text=[self._prompt] * len(photos),
+            images=images,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
         )
         models.check_image_tokens(
             (inputs["input_ids"] == models.image_token_id(self._processor)).sum(1).tolist(),
@@ -125,9 +128,17 @@ class TransformersBackend:
     ) -> Iterator[list[float]]:
         with torch.inference_mode(), self._base(adapter):
             for photo, text in zip(photos, texts, strict=True):
-                inputs = self._inputs([photo], [text])
-                prompt_length = self._inputs([photo])["input_ids"].shape[1]
-                scores = self._model(**inputs).logits[0].float().log_softmax(-1)
-                ids = inputs["input_ids"][0]
-                picked = scores[:-1].gather(1, ids[1:, None])[:, 0]
-                yield picked[prompt_length - 1 :].tolist()
+                inputs = self._inputs([photo])
+                answer = torch.tensor(
+                    self._processor.tokenizer(text, add_special_tokens=False)["input_ids"],
+                    device=self._device,
+                )[None]
+                start = inputs["input_ids"].shape[1]
+                for name, fill in (
+                    ("input_ids", answer),
+                    ("attention_mask", torch.ones_like(answer)),
+                    ("mm_token_type_ids", torch.zeros_like(answer)),
+                ):
+                    inputs[name] = torch.cat([inputs[name], fill], dim=1)
+                scores = self._model(**inputs).logits[0, start - 1 : -1].float().log_softmax(-1)
+                yield scores.gather(1, answer[0, :, None])[:, 0].tolist()

@@ -17,6 +17,7 @@ from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, FinishReason, Photo, Sampling
 
 MAX_LORA_RANK = 64
+CPU_BATCH_TOKENS = 8192
 
 
 class VllmBackend:
@@ -40,7 +41,10 @@ class VllmBackend:
             ) from None
         models.require_model(model.name)
         engine: dict[str, Any] = {}
-        if not on_cpu:
+        if on_cpu:
+            # A prompt that is cut in two rewinds its request's generator, which a CPU's cannot.
+            engine |= {"enable_chunked_prefill": False, "max_num_batched_tokens": CPU_BATCH_TOKENS}
+        else:
             engine["gpu_memory_utilization"] = generation.vllm.gpu_memory_utilization
         if lora is not None:
             engine |= {"enable_lora": True, "max_lora_rank": MAX_LORA_RANK, "max_loras": 1}
@@ -59,18 +63,26 @@ class VllmBackend:
         self._lora = LoRARequest("adapter", 1, str(lora.resolve())) if lora is not None else None
         processor = models.load_processor(model.name)
         self._image_token_id = models.image_token_id(processor)
-        self._prompt = processor.apply_chat_template(
+        prompt = processor.apply_chat_template(
             chat_messages(style), add_generation_prompt=True, tokenize=False
         )
+        self._tokenizer = processor.tokenizer
+        self._prompt_ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
     def _run(
-        self, photos: Sequence[Photo], texts: Sequence[str], params: Any, lora: Any
+        self, photos: Sequence[Photo], params: Any, lora: Any, suffixes: Sequence[list[int]] = ()
     ) -> list[Any]:
-        """Runs prompts with one unexpanded image pad each, and checks what the engine made."""
+        """Runs one prompt a photo, each with one unexpanded image pad, and checks what vLLM made.
+
+        Suffixes are token ids that stand behind the prompt as the answer's beginning.
+        """
         images = [open_upright(photo.path) for photo in photos]
         prompts = [
-            {"prompt": text, "multi_modal_data": {"image": image}}
-            for text, image in zip(texts, images, strict=True)
+            {
+                "prompt_token_ids": self._prompt_ids + list(suffix),
+                "multi_modal_data": {"image": image},
+            }
+            for image, suffix in zip(images, suffixes or [[]] * len(images), strict=True)
         ]
         outputs = self._llm.generate(prompts, params, lora_request=lora, use_tqdm=False)
         models.check_image_tokens(
@@ -91,22 +103,29 @@ class VllmBackend:
             )
             for photo in photos
         ]
-        outputs = self._run(photos, [self._prompt] * len(photos), params, self._lora)
+        outputs = self._run(photos, params, self._lora)
         return [[_completion(out) for out in output.outputs] for output in outputs]
 
     def logprobs(
         self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
     ) -> list[list[float]]:
-        """Returns the log-probability of each token of `texts[i]` as an answer to `photos[i]`."""
-        params = self._sampling_params(max_tokens=1, prompt_logprobs=0, temperature=0)
+        """Returns the log-probability of each token of `texts[i]` as an answer to `photos[i]`.
+
+        One request a token, which may only sample that token: vLLM's own `prompt_logprobs` fails
+        beside an adapter. The values are the model's, taken before that restriction.
+        """
         lora = self._lora if adapter else None
-        bare = self._run(photos, [self._prompt] * len(photos), params, lora)
-        whole = self._run(photos, [self._prompt + text for text in texts], params, lora)
         rows = []
-        for short, long in zip(bare, whole, strict=True):
-            start, ids = len(short.prompt_token_ids), long.prompt_token_ids
-            entries = zip(ids[start:], long.prompt_logprobs[start:], strict=True)
-            rows.append([entry[token].logprob for token, entry in entries])
+        for photo, text in zip(photos, texts, strict=True):
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            params = [
+                self._sampling_params(max_tokens=1, logprobs=0, allowed_token_ids=[token])
+                for token in ids
+            ]
+            suffixes = [ids[:position] for position in range(len(ids))]
+            outputs = self._run([photo] * len(ids), params, lora, suffixes)
+            steps = [output.outputs[0].logprobs[0] for output in outputs]
+            rows.append([step[token].logprob for step, token in zip(steps, ids, strict=True)])
         return rows
 
 

@@ -408,7 +408,7 @@ def run(
     note: str = "",
     cards: int = 5,
 ) -> str:
-    """Writes `report.md` and `report.html`, and returns the line that a script prints.
+    """Writes `report.md` and `report.html`, and returns the four lines that a script prints.
 
     Args:
         base_folder: The run before, as `scripts/run_eval.py` wrote it.
@@ -428,10 +428,11 @@ def run(
     base, tuned, split = load_pair(base_folder, tuned_folder)
     metrics = [compute_metrics(run.rows, split.country_share) for run in (base, tuned)]
     found = compare(base, tuned, split.country_share)
-    published = split.name == "eval_osv" and not note
+    note = " ".join(note.split())
+    published = split.name == "eval_osv" and not note and "mean_geoscore_weighted" in found
     head = found["mean_geoscore"]
     context = {
-        "note": " ".join(note.split()),
+        "note": note,
         "base": base.name,
         "tuned": tuned.name,
         "head": head,
@@ -462,10 +463,17 @@ def run(
     for suffix in ("md", "html"):
         text = environment.get_template(f"report.{suffix}.jinja").render(context)
         artifacts.write_text(output_dir / f"report.{suffix}", text + "\n")
-    return (
-        f"GeoScore {head.before:.0f} -> {head.after:.0f} ({head.difference:+.0f}, 95 % interval "
-        f"{head.low:.0f} to {head.high:.0f}): {head.verdict}; {output_dir / 'report.html'}"
-    )
+    lines = [
+        f"{name} GeoScore {one['mean_geoscore']:.0f}, country {one['country_acc']:.1%}, "
+        f"format {one['format_rate']:.1%}"
+        for name, one in zip(("before:", "after: "), metrics, strict=True)
+    ]
+    lines += [
+        f"gain:   {head.difference:+.0f} GeoScore, 95 % interval {head.low:.0f} to "
+        f"{head.high:.0f}: {head.verdict}",
+        f"report: {output_dir / 'report.html'}",
+    ]
+    return "\n".join(lines)
 
 
 def inert(text: str) -> str:

@@ -1,0 +1,191 @@
+"""Models by folder and by shape, adapters that do not fit, and the tiny Qwen3-VL."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from geoguessr_rl import prompt
+from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.config import Lora, Model
+
+torch = pytest.importorskip("torch", reason="the train extra is not installed")
+import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from geoguessr_rl.backends import models  # noqa: E402
+
+SAMPLE = prompt.format_completion("Kenya", -0.3, 37.0, clues="Red soil, palms.", style="think")
+TEXTS = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messages(s)] + [SAMPLE]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny")
+    models.build_tiny(out, 0, TEXTS)
+    return out
+
+
+def test_the_folder_loads_and_stays_tiny(folder: Path) -> None:
+    model = models.load_model(Model(name=str(folder)), "cpu")
+    assert type(model) is transformers.Qwen3VLForConditionalGeneration
+    assert model.dtype == torch.float32
+    assert sum(p.numel() for p in model.parameters()) < 2_000_000
+
+
+def test_the_same_seed_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
+    models.build_tiny(tmp_path, 0, TEXTS)
+    for file in folder.iterdir():
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("text", [SAMPLE, "Zürich 東京\n\n 12.5 <think>", "\x00\t <|not|> a,b: {}"])
+def test_any_text_survives_the_tokenizer(folder: Path, text: str) -> None:
+    tokenizer = models.load_processor(str(folder)).tokenizer
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_country_and_coordinates_are_separate_tokens(folder: Path) -> None:
+    tokenizer = models.load_processor(str(folder)).tokenizer
+    tokens = [tokenizer.decode([i]) for i in tokenizer(SAMPLE).input_ids]
+    assert tokens[-8:-4] == [' "Kenya",', ' "lat":', " -0.", "3,"]
+
+
+@pytest.mark.parametrize("size", [(32, 32), (128, 96), (160, 96), (1024, 768)])
+def test_sides_in_multiples_of_32_are_never_resized(folder: Path, size: tuple[int, int]) -> None:
+    processor = models.load_processor(str(folder))
+    grid = processor.image_processor(images=[Image.new("RGB", size)])["image_grid_thw"]
+    assert list(grid[0]) == [1, size[1] // 16, size[0] // 16]
+
+
+def test_string_and_block_contents_render_alike(folder: Path) -> None:
+    processor = models.load_processor(str(folder))
+    blocks = [{"type": "text", "text": "hi", "image": None}]  # as Arrow hands it back
+    for content in ("hi", blocks):
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen3-VL-4B-Instruct", 4_437_815_808),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8_767_123_696),
+    ],
+)
+def test_the_real_models_shapes_need_no_download(name: str, parameters: int) -> None:
+    model = models.meta_model(name)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert all(p.device.type == "meta" for p in model.parameters())
+    modules = models.adapted_modules(model, Lora())
+    assert len(modules) == 36 * 7
+
+
+def test_the_plans_adapter_has_the_expected_size() -> None:
+    modules = models.adapted_modules(models.meta_model("Qwen/Qwen3-VL-4B-Instruct"), Lora())
+    assert models.lora_parameters(modules, Lora().r) == 66_060_288
+
+
+def test_a_target_in_the_vision_tower_is_refused(folder: Path) -> None:
+    model = models.meta_model(str(folder))
+    with pytest.raises(UserError, match="frozen vision tower"):
+        models.adapted_modules(model, Lora(target_modules=["qkv", "q_proj"], exclude_modules=""))
+    # The exclusion keeps it out, and what remains is the language model's.
+    kept = models.adapted_modules(model, Lora(target_modules=["qkv", "q_proj"]))
+    assert kept and all("language_model" in name for name in kept)
+
+
+def test_targets_that_match_nothing_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="match no module"):
+        models.adapted_modules(models.meta_model(str(folder)), Lora(target_modules=["c_attn"]))
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the tiny model as PEFT saves it."""
+    from peft import get_peft_model
+
+    out = tmp_path_factory.mktemp("adapter")
+    model = models.load_model(Model(name=str(folder)), "cpu")
+    get_peft_model(model, models.lora_config(Lora(r=4, alpha=8))).save_pretrained(out)
+    return out
+
+
+def altered(adapter: Path, to: Path, *, config: dict[str, Any], rename: tuple[str, str]) -> Path:
+    """A copy of an adapter with other settings and key names."""
+    shutil.copytree(adapter, to)
+    settings = json.loads((to / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps({**settings, **config}))
+    weights = load_file(to / "adapter_model.safetensors")
+    renamed = {key.replace(*rename): value for key, value in weights.items()}
+    save_file(renamed, to / "adapter_model.safetensors")
+    return to
+
+
+def test_a_fitting_adapter_is_accepted(adapter: Path, folder: Path) -> None:
+    models.check_adapter(adapter, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "rename", "message"),
+    [
+        ({"base_model_name_or_path": "Qwen/Qwen2-VL-2B"}, ("", ""), "was trained on Qwen/Qwen2"),
+        ({"use_dora": True}, ("", ""), "DoRA"),
+        ({"peft_type": "IA3"}, ("", ""), "IA3"),
+        ({}, ("language_model.layers.0", "language_model.blocks.0"), "does not have"),
+        ({}, ("language_model.layers.0.self_attn.q_proj", "visual.blocks.0.attn.qkv"), "vision"),
+    ],
+)
+def test_an_unfit_adapter_is_refused_with_its_reason(
+    adapter: Path,
+    folder: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    rename: tuple[str, str],
+    message: str,
+) -> None:
+    bad = altered(adapter, tmp_path / "bad", config=config, rename=rename)
+    with pytest.raises(UserError, match=message):
+        models.check_adapter(bad, str(folder))
+
+
+def test_another_base_is_refused_by_size_even_when_its_name_is_waived(
+    adapter: Path, folder: Path
+) -> None:
+    base = "Qwen/Qwen3-VL-4B-Instruct"
+    with pytest.raises(UserError, match="was trained on"):
+        models.check_adapter(adapter, base)
+    with pytest.raises(UserError, match="trained on another model"):
+        models.check_adapter(adapter, base, allow_base_mismatch=True)
+
+
+def test_a_missing_or_partial_adapter_is_one_sentence(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        models.check_adapter(tmp_path / "nothing", "x")
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    with pytest.raises(UserError, match="holds a whole adapter"):
+        models.check_adapter(tmp_path, "x")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "outputs/no/such/model", "model"])
+def test_a_missing_model_folder_is_one_sentence(name: str) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        models.load_processor(name)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert models.pick_device("auto") in ("cuda", "mps", "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no cuda device"):
+            models.pick_device("cuda")
+
+
+def test_a_resized_photo_is_refused() -> None:
+    models.check_image_tokens([15, 12], [(160, 96), (128, 96)])
+    with pytest.raises(UserError, match="became 14 visual tokens instead of 15"):
+        models.check_image_tokens([14], [(160, 96)])

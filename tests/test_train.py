@@ -1,0 +1,233 @@
+"""The training phase: its config, its plan, its order, its checkpoints, and real steps on a CPU."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from geoguessr_rl import data, embedded
+from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.config import CONFIGS, DataConfig, GrpoConfig, load
+from geoguessr_rl.phases import prepare
+from geoguessr_rl.records import Photo
+
+torch = pytest.importorskip("torch", reason="the train extra is not installed")
+from safetensors.torch import load_file  # noqa: E402
+
+from geoguessr_rl.backends import models  # noqa: E402
+from geoguessr_rl.phases import train  # noqa: E402
+
+GRPO = CONFIGS / "grpo.yaml"
+
+
+def test_the_checked_in_sections_are_keys_of_the_installed_trl() -> None:
+    for path in (GRPO, CONFIGS / "embedded/grpo.yaml"):
+        section = load(GrpoConfig, path).trainer
+        assert train.check_trainer_keys(section, str(path)) == section
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("max_prompt_length", 512, "no key of GRPOConfig"),
+        ("vllm_max_model_len", 4096, "did you mean 'vllm_max_model_length'"),
+        ("learning_rate", "fast", "trainer.learning_rate = 'fast' is wrong"),
+        ("num_generations", "many", "trainer.num_generations = 'many' is wrong"),
+    ],
+)
+def test_a_wrong_trainer_key_is_one_sentence(key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        train.check_trainer_keys({key: value}, "configs/grpo.yaml")
+    assert "configs/grpo.yaml" in str(error.value)
+
+
+def test_a_number_written_as_text_is_read_as_one() -> None:
+    assert train.check_trainer_keys({"learning_rate": "1e-6"}, "x") == {"learning_rate": 1e-6}
+
+
+def test_a_batch_that_groups_do_not_divide_is_refused_with_trls_sentence() -> None:
+    config = load(GrpoConfig, GRPO, overrides=["trainer.num_generations=6"])
+    with pytest.raises(UserError, match="divisible by num_generations"):
+        train.build_args(config, config.trainer, use_cpu=True)
+
+
+def test_rollouts_come_every_second_step_of_the_plan() -> None:
+    config = load(GrpoConfig, GRPO)
+    args = train.build_args(config, config.trainer, use_cpu=True)
+    assert train.steps_a_generation(args) == 2
+    assert train.prompts_a_generation(args) == 8
+    assert args.reward_weights == [1.0, 0.0, 0.0, 0.0]
+    assert args.shuffle_dataset is False and args.log_multimodal is False
+
+
+def test_the_reporter_follows_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(GrpoConfig, GRPO)
+    for key, expected in ((None, ["tensorboard"]), ("secret", ["wandb"])):
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        if key:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        assert train.build_args(config, config.trainer, use_cpu=True).report_to == expected
+
+
+def test_the_dry_run_needs_no_gpu_weights_or_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = {"dry_run": True, "seconds_per_step": 20, "budget_hours": 8}
+    assert train.run(load(GrpoConfig, GRPO, flags=flags), str(GRPO)) == {}
+    lines = capsys.readouterr().out.splitlines()
+    assert "recommended max_steps = 1440" in lines
+    assert "  country_iso2: String" in lines
+    assert sum(line.endswith("_proj") for line in lines) == 252
+    assert any("66,060,288 trainable" in line for line in lines)
+    assert not any(tmp_path.iterdir())
+
+
+def photos(count: int) -> list[Photo]:
+    return [Photo(str(n), Path(f"{n}.jpg"), 0.0, 0.0, "KE") for n in range(count)]
+
+
+def test_the_order_is_a_new_permutation_each_epoch_and_a_longer_run_extends_it() -> None:
+    order = [photo.id for photo in data.lay_out(photos(10), 25, seed=1)]
+    epochs = order[:10], order[10:20]
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) == set(epochs[1]) == {str(n) for n in range(10)}
+    assert [p.id for p in data.lay_out(photos(10), 12, seed=1)] == order[:12]
+    assert [p.id for p in data.lay_out(photos(10), 25, seed=2)] != order
+
+
+def make_checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir()
+    for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (path / name).touch()
+    (path / "trainer_state.json").write_text("{}" if whole else '{"log_hi')
+    return path
+
+
+def test_only_whole_checkpoints_of_generating_steps_are_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.choose_checkpoint(tmp_path, "auto", 2) is None
+    good = make_checkpoint(tmp_path, 2)
+    make_checkpoint(tmp_path, 3)
+    make_checkpoint(tmp_path, 10, whole=False)
+    assert train.choose_checkpoint(tmp_path, "auto", 2) == good
+    said = capsys.readouterr().out
+    assert "checkpoint-3: its step does not generate" in said
+    assert "checkpoint-10: it is not complete" in said
+    assert train.choose_checkpoint(tmp_path, str(good), 2) == good
+    with pytest.raises(UserError, match="usable are checkpoint-2"):
+        train.choose_checkpoint(tmp_path, str(tmp_path / "checkpoint-3"), 2)
+
+
+def test_a_folder_that_holds_a_run_is_not_trained_over(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 2)
+    with pytest.raises(UserError, match="--resume_from_checkpoint auto"):
+        train.choose_checkpoint(tmp_path, None, 2)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small embedded world, prepared, and an untrained tiny model beside it."""
+    root = tmp_path_factory.mktemp("train")
+    embedded.draw_world(root / "world", train=48, test=24, seed=0)
+    flags = {"source.root": root / "world", "output_dir": root / "data"}
+    prepare.run(load(DataConfig, CONFIGS / "embedded/data.yaml", flags=flags))
+    models.build_tiny(root / "tiny", 0, embedded.sample_texts())
+    return root
+
+
+def small_run(world: Path, name: str, steps: int, **flags: Any) -> GrpoConfig:
+    """Two prompts of four completions a step, rewards by luck alone."""
+    section = {
+        "output_dir": str(world / name),
+        "max_steps": steps,
+        "save_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "report_to": "none",
+    }
+    overrides = [f"trainer.{key}={value}" for key, value in section.items()]
+    flags |= {"model.name": str(world / "tiny"), "data_dir": world / "data", "split": "train_pool"}
+    return load(GrpoConfig, CONFIGS / "embedded/grpo.yaml", overrides=overrides, flags=flags)
+
+
+def lucky_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model never answers; rewarding long words gives it something to learn."""
+
+    def reward_total(completions: list[Any], **columns: Any) -> list[float]:
+        return [len(c[0]["content"]) / 100 for c in completions]
+
+    others = [lambda completions, **columns: [0.0] * len(completions) for _ in range(3)]
+    for number, function in enumerate(others):
+        function.__name__ = f"reward_{number}"
+    monkeypatch.setattr(train, "reward_functions", lambda shape: [reward_total, *others])
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lucky_reward(monkeypatch)
+    train.run(small_run(world, "whole", 4))
+    train.run(small_run(world, "cut", 4))
+    shutil.rmtree(world / "cut/checkpoint-4")  # as if killed after step 2
+    done = train.run(small_run(world, "cut", 4, resume_from_checkpoint="auto"))
+    assert done["steps"] == 4
+    first, second = (
+        load_file(world / name / "checkpoint-4/adapter_model.safetensors")
+        for name in ("whole", "cut")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    # And it did learn: B starts at zero.
+    assert all(value.abs().max() > 0 for key, value in first.items() if "lora_B" in key)
+    logs = [
+        json.loads((world / name / "checkpoint-4/trainer_state.json").read_text())["log_history"]
+        for name in ("whole", "cut")
+    ]
+    assert logs[0][-1]["loss"] == logs[1][-1]["loss"]
+
+
+def test_an_adapter_never_reaches_the_vision_tower(world: Path) -> None:
+    run = small_run(world, "visual", 2)
+    config = run.model_copy(
+        update={
+            "lora": run.lora.model_copy(update={"target_modules": ["qkv"], "exclude_modules": ""})
+        }
+    )
+    with pytest.raises(UserError, match="frozen vision tower"):
+        train.run(config)
+
+
+def test_an_evaluation_split_is_refused(world: Path) -> None:
+    config = small_run(world, "leak", 2).model_copy(update={"split": "eval_osv"})
+    with pytest.raises(UserError, match="is for evaluation"):
+        train.run(config)
+    assert not (world / "leak").exists()
+
+
+def test_a_seed_in_generation_kwargs_is_refused(world: Path) -> None:
+    config = small_run(world, "seed", 2)
+    trainer = {**config.trainer, "generation_kwargs": {"seed": 1}}
+    with pytest.raises(UserError, match="identical; remove it"):
+        train.run(config.model_copy(update={"trainer": trainer}))
+
+
+def test_the_run_records_what_it_was_trained_on(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from geoguessr_rl.backends.predictions import check_trained_alike
+
+    lucky_reward(monkeypatch)
+    train.run(small_run(world, "record", 2))
+    checkpoint = world / "record/checkpoint-2"
+    split = data.load_split(world / "data", "train_pool")
+    check_trained_alike(checkpoint, "think", split.image_policy)
+    with pytest.raises(UserError, match="prompt_style 'think', and this run has 'direct'"):
+        check_trained_alike(checkpoint, "direct", split.image_policy)
+    with pytest.raises(UserError, match="was trained with image"):
+        check_trained_alike(checkpoint, "think", {**split.image_policy, "long_edge": 512})
