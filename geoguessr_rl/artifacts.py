@@ -25,8 +25,14 @@ T = TypeVar("T")
 PREDICTIONS = "predictions.jsonl"
 METRICS = "metrics.json"
 IDENTITY = "run.json"
-RESOLVED_CONFIG = "config.json"
-ADAPTER_RECORD = "trained_on.json"
+RESOLVED_CONFIG = "resolved_config.json"
+VERSIONS = "versions.json"
+
+FINGERPRINTED = (
+    ".safetensors",
+    ".json",
+    ".jinja",
+)  # what a model's or an adapter's answers hang on
 
 
 class UserError(Exception):
@@ -101,6 +107,15 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def folder_fingerprint(name: str) -> str | None:
+    """Returns a fingerprint of a local model's or adapter's files, or None for a Hub name.
+
+    A folder can be trained anew under its old name; only its bytes say which model it holds.
+    """
+    files = [file for file in sorted(Path(name).glob("*")) if file.suffix in FINGERPRINTED]
+    return fingerprint({file.name: file_sha256(file) for file in files}) if files else None
+
+
 def seed_for(seed: int, key: str) -> int:
     """Derives a 31-bit seed for one photo from the run's seed, whatever the order or the block."""
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
@@ -133,23 +148,33 @@ def run_lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def claim(path: Path, identity: Mapping[str, Any]) -> None:
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns nested mappings as one, with dotted keys."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = [_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in value.items()]
+    return {key: item for part in parts for key, item in part.items()}
+
+
+def claim(path: Path, identity: Mapping[str, Any], *, holds_work: bool = True) -> None:
     """Writes what a run is, or raises UserError that names how it differs from what is there.
 
     Args:
         path: The identity file of the run.
         identity: Everything that must be equal for a resumed run to be the same run.
+        holds_work: Whether the folder holds results; an identity without any is replaced, so that
+            a start that failed does not lock its folder.
     """
     wanted = json.loads(json.dumps(plain(identity)))
-    if not path.exists():
+    if not path.exists() or not holds_work:
         write_json(path, wanted)
         return
-    found = read_json(path, remedy="delete the folder and run again")
-    for key in sorted(wanted.keys() | found.keys()):
-        if wanted.get(key) != found.get(key):
+    found = _flat(read_json(path, remedy="delete the folder and run again"))
+    for key, value in sorted((_flat(wanted) | dict.fromkeys(found.keys() - _flat(wanted))).items()):
+        if found.get(key) != value:
             raise UserError(
                 f"{path.parent} holds another run: {key} was {found.get(key)!r} and is now "
-                f"{wanted.get(key)!r}; choose another run name, or delete that folder"
+                f"{value!r}; choose another run name, or delete that folder"
             )
 
 
@@ -180,6 +205,11 @@ def read_rows(path: Path, row: type[T]) -> list[T]:
                 f"{path}, line {number} is damaged ({error}); delete the folder and run again"
             ) from None
     return rows
+
+
+def holds_rows(path: Path) -> bool:
+    """Whether a JSON Lines file holds at least one whole row."""
+    return path.is_file() and b"\n" in path.read_bytes()
 
 
 def run_blocks(

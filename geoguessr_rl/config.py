@@ -180,8 +180,9 @@ class WarmupConfig(Section):
     output_dir: Path = Path("outputs/warmup")
     clues: Path | None = None
     hot_spot: HotSpot | None = None
-    steps: PositiveInt = 400
-    batch_size: PositiveInt = 32
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    steps: PositiveInt = 200
+    batch_size: PositiveInt = 8
     learning_rate: PositiveFloat = 1e-5
     seed: int = 42
     limit: PositiveInt | None = None

@@ -387,6 +387,7 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
             latitude=row["latitude"],
             longitude=row["longitude"],
             country_iso2=row["country_iso2"],
+            creator=row.get("creator"),
         )
         for row in frame.head(limit if limit is not None else frame.height).iter_rows(named=True)
     ]

@@ -68,6 +68,11 @@ CLUES = {
     "sign": {"diamond": "diamond signs", "round": "round signs", "triangle": "triangular signs"},
 }
 
+CREATOR = "geoguessr-rl"
+NOTE = (
+    "This is the embedded world: drawn pictures and a tiny model. "
+    "It says nothing about real photos."
+)
 SIZE = (160, 96)  # sides are multiples of 32: five by three visual tokens
 JITTER_DEG = 1.0
 _SCALE = 2  # drawn this much larger, then shrunk: smooth edges
@@ -418,5 +423,5 @@ def _row(iso2: str, rng: random.Random) -> dict[str, str]:
         "region": region,
         "city": city,
         "unique_country": iso2,
-        "creator_username": "geoguessr-rl",
+        "creator_username": CREATOR,
     }

@@ -41,6 +41,7 @@ class Photo:
         latitude: Decimal degrees.
         longitude: Decimal degrees.
         country_iso2: ISO 3166-1 alpha-2 code, `XK` for Kosovo.
+        creator: Whom the photo's licence asks to name, where known.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Photo:
     latitude: float
     longitude: float
     country_iso2: str
+    creator: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

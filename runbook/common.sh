@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and run_tests.sh: obtains uv, makes .venv, installs from the lock.
 # Works from any folder and in paths with spaces; when everything is there it takes no time.
 
@@ -28,27 +29,26 @@ find_uv() {
   echo "$ROOT/.uv/bin/uv"
 }
 
-# The lock without vLLM and what only vLLM needs, for machines that sample with transformers.
-# $1: comma-separated extras that are wanted.
+# Installs the package and what it needs, pinned and hashed by the lock; does nothing the second time.
+# $1: "all", or the one extra that is wanted (train: without vLLM, for a machine that has none).
 install() {
-  local extras="$1" stamp wanted uv
-  stamp="$ROOT/.venv/.installed-$extras"
+  local wanted done_before uv
   wanted="$(cat "$ROOT/pyproject.toml" "$LOCK" | cksum)"
-  if [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    return
-  fi
-  uv="$(find_uv)" || exit 2
+  for done_before in "$1" all; do
+    if [ -x "$PYTHON" ] && [ "$(cat "$ROOT/.venv/.installed-$done_before" 2>/dev/null)" = "$wanted" ]; then
+      return
+    fi
+  done
+  uv="$(find_uv)"
   echo "Installing the packages of the lock file into .venv ..."
   [ -x "$PYTHON" ] || "$uv" venv --quiet --python '>=3.11,<3.14' "$ROOT/.venv"
-  if [ "$extras" = all ]; then
+  if [ "$1" = all ]; then
     "$uv" pip install --quiet --python "$PYTHON" --no-deps --require-hashes --compile-bytecode \
       --requirements "$LOCK"
   else
-    # The lock pins and hashes whatever these extras need; what they do not need stays out.
     (cd "$ROOT" && "$uv" pip install --quiet --python "$PYTHON" --compile-bytecode \
-      --constraints "$LOCK" --requirements pyproject.toml --extra "$extras")
+      --constraints "$LOCK" --requirements pyproject.toml --extra "$1")
   fi
   "$uv" pip install --quiet --python "$PYTHON" --no-deps --editable "$ROOT"
-  rm -f "$ROOT"/.venv/.installed-*
-  echo "$wanted" >"$stamp"
+  echo "$wanted" >"$ROOT/.venv/.installed-$1"
 }

@@ -12,17 +12,28 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 seed=0 backend=transformers use_vllm=false extras=train out=""
 while [ $# -gt 0 ]; do
   case "$1" in
-    --seed) seed="${2:-}" && shift 2 || fail "--seed takes a number" ;;
-    --vllm) backend=vllm use_vllm=true extras=all && shift ;;
-    --output_dir) out="${2:-}" && shift 2 || fail "--output_dir takes a folder" ;;
+    --seed | --output_dir)
+      [ $# -gt 1 ] || fail "$1 takes a value"
+      if [ "$1" = --seed ]; then seed="$2"; else out="$2"; fi
+      shift 2
+      ;;
+    --vllm)
+      backend=vllm use_vllm=true extras=all
+      shift
+      ;;
     *) fail "unknown option $1; use --seed N, --vllm or --output_dir DIR" ;;
   esac
 done
 [[ "$seed" =~ ^[0-9]+$ ]] || fail "--seed $seed is not a whole number; give one from 0 on"
 
+# A given folder is relative to where you are, the default to the checkout.
+case "$out" in
+  "") out="outputs/quickstart/seed-$seed-$backend" ;;
+  /*) ;;
+  *) out="$PWD/$out" ;;
+esac
 install "$extras"
 cd "$ROOT"
-out="${out:-outputs/quickstart/seed-$seed-$backend}"
 configs=configs/embedded
 tiny="$out/base"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
@@ -45,16 +56,14 @@ phase "Prepare the data" scripts/prepare_data.py --config $configs/data.yaml \
   --source "$out/embedded/world" --output_dir "$out/data"
 phase "Warm up: teach the format, and a bias" scripts/warmup_sft.py \
   --config $configs/warmup.yaml --data_dir "$out/data" --output_dir "$tiny" \
-  --model "$out/embedded/tiny" --set seed="$seed" --set clues="$out/embedded/world/clues.json"
+  --model "$out/embedded/tiny" --clues "$out/embedded/world/clues.json" --set seed="$seed"
 evaluate "Measure the base model" --run_name base
 phase "Filter for learnable photos" scripts/filter_learnable.py --config $configs/filter.yaml \
   --data_dir "$out/data" --output_dir "$out/filter" --model "$tiny" --backend $backend
 phase "Train with GRPO" scripts/train_grpo.py --config $configs/grpo.yaml \
-  --data_dir "$out/data" --model "$tiny" --set trainer.output_dir="$out/grpo" \
+  --data_dir "$out/data" --model "$tiny" --output_dir "$out/grpo" \
   --set trainer.seed="$seed" --set trainer.use_vllm=$use_vllm --resume_from_checkpoint auto
-adapter="$(ls -d "$out"/grpo/checkpoint-* | sort -V | tail -n 1)"
-evaluate "Measure the trained model" --run_name rl --lora "$adapter"
+evaluate "Measure the trained model" --run_name rl --lora "$out/grpo"
 phase "Write the report" scripts/write_report.py "$out/eval/base/eval_osv" "$out/eval/rl/eval_osv" \
-  --training "$out/grpo" --output_dir "$out" \
-  --note "This is the embedded world: drawn pictures and a tiny model. It says nothing about real photos."
+  --training "$out/grpo" --output_dir "$out"
 echo "next:   open the report; then give scripts/prepare_data.py --source a folder of real photos"

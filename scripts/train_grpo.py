@@ -13,6 +13,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hub name or folder of the base model")
     parser.add_argument("--data_dir", type=Path, help="folder that prepare wrote")
     parser.add_argument("--split", help="train_learnable or another train split")
+    parser.add_argument("--output_dir", help="where checkpoints go")
     parser.add_argument("--resume_from_checkpoint", metavar="auto|DIR")
     parser.add_argument("--seconds_per_step", help="measured, for the step arithmetic")
     parser.add_argument("--budget_hours", help="hours that the run may take")
@@ -24,6 +25,7 @@ def main() -> None:
         "model.name": args.model,
         "data_dir": args.data_dir,
         "split": args.split,
+        "trainer.output_dir": args.output_dir,
         "resume_from_checkpoint": args.resume_from_checkpoint,
         "seconds_per_step": args.seconds_per_step,
         "budget_hours": args.budget_hours,
@@ -36,10 +38,7 @@ def main() -> None:
 
     done = train.run(config, str(args.config))
     if done:
-        print(
-            f"trained {done['steps']} steps: reward {done['reward_first']:.3f} to "
-            f"{done['reward_last']:.3f}; adapter in {done['adapter']}"
-        )
+        print(train.summary_line(done))
 
 
 if __name__ == "__main__":

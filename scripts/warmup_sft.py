@@ -13,11 +13,13 @@ def main() -> None:
     parser.add_argument("--model", help="Hub name or folder of the model to start from")
     parser.add_argument("--data_dir", type=Path, help="folder that prepare wrote")
     parser.add_argument("--output_dir", type=Path, help="the new model folder")
+    parser.add_argument("--clues", type=Path, help="JSON file of country code to clue sentence")
     args = parser.parse_args()
     flags = {
         "model.name": args.model,
         "data_dir": args.data_dir,
         "output_dir": args.output_dir,
+        "clues": args.clues,
         "limit": args.limit,
     }
     config = load(WarmupConfig, args.config, overrides=args.set, flags=flags)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,49 @@ def test_colocate_trains_resumes_and_evaluates_on_real_photos(run: Path) -> None
     assert "trained 4 steps" in script("train_grpo.py", *arguments, "--set", "trainer.max_steps=4")
     rows = evaluate(run, run / "real", "transformers", run / "grpo-real/checkpoint-4")
     assert len(rows) == 281
+
+
+def test_the_real_config_runs_under_the_tiny_models_name(run: Path) -> None:
+    # configs/eval.yaml itself: only the model's name differs from the real run.
+    printed = script(
+        "run_eval.py", "--split", "eval_osv", "--limit", 4, "--backend", "transformers",
+        "--device", "cpu", "--model", run / "base", "--data_dir", run / "data",
+        "--output_dir", run / "eval", "--run_name", "named",
+    )  # fmt: skip
+    assert "named on eval_osv: n 4" in printed
+    metrics = json.loads((run / "eval/named/eval_osv/metrics.json").read_text())
+    assert metrics["n"] == 4 and metrics["complete"] and set(metrics["acc_at_km"]) == {
+        "1", "25", "200", "750", "2500",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["run_eval.py", "filter_learnable.py"])
+def test_a_killed_run_continues_to_the_same_bytes(run: Path, phase: str) -> None:
+    is_eval = phase == "run_eval.py"
+    config = CONFIGS / ("eval.yaml" if is_eval else "filter.yaml")
+
+    def arguments(name: str) -> list[str]:
+        out = run / "killed" / name
+        return [str(part) for part in (
+            "--config", config, "--data_dir", run / "data", "--model", run / "base",
+            "--output_dir", out, "--limit", 90, "--set", "generation.block_size=30",
+            *(() if is_eval else ("--set", "min_rows=1")),
+        )]  # fmt: skip
+
+    def rows(name: str) -> Path:
+        return run / "killed" / name / ("base/eval_osv" if is_eval else "") / PREDICTIONS
+
+    script(phase, *arguments(f"{phase}-whole"))
+    killed = rows(f"{phase}-killed")
+    command = [sys.executable, str(ROOT / "scripts" / phase), *arguments(f"{phase}-killed")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 30):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    first = killed.read_bytes()
+    script(phase, *arguments(f"{phase}-killed"))
+    assert killed.read_bytes().startswith(first[: first.rindex(b"\n") + 1][:1000])
+    assert killed.read_bytes() == rows(f"{phase}-whole").read_bytes()

@@ -171,15 +171,44 @@ def test_a_claim_names_the_difference(tmp_path: Path) -> None:
     artifacts.claim(path, run)
     artifacts.claim(path, dict(reversed(run.items())))
     for changed, named in (
-        ({**run, "model": "8B"}, ["model was '4B'", "now '8B'"]),
-        ({**run, "sampling": {"n": 2, "seed": 3}}, ["sampling was", "'n': 1", "'n': 2"]),
-        ({key: run[key] for key in run if key != "model"}, ["model was '4B'", "now None"]),
-        ({**run, "more": 1}, ["more was None", "now 1"]),
+        ({**run, "model": "8B"}, "model was '4B' and is now '8B'"),
+        ({**run, "sampling": {"n": 2, "seed": 3}}, "sampling.n was 1 and is now 2"),
+        ({**run, "sampling": {"n": 1, "seed": 4}}, "sampling.seed was 3 and is now 4"),
+        ({key: run[key] for key in run if key != "model"}, "model was '4B' and is now None"),
+        ({**run, "more": 1}, "more was None and is now 1"),
     ):
         with pytest.raises(UserError) as refused:
             artifacts.claim(path, changed)
-        assert all(part in str(refused.value) for part in [str(tmp_path), *named])
+        assert str(tmp_path) in str(refused.value) and named in str(refused.value)
     artifacts.claim(path, run)
+
+
+def test_a_claim_of_a_start_that_left_no_work_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    artifacts.claim(path, {"model": "4B"}, holds_work=False)
+    artifacts.claim(path, {"model": "8B"}, holds_work=False)
+    with pytest.raises(UserError, match="model was '8B'"):
+        artifacts.claim(path, {"model": "4B"})
+
+
+def test_a_file_holds_rows_when_one_line_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert not artifacts.holds_rows(path)
+    for content, holds in ((b"", False), (b'{"id', False), (b"{}\n", True), (b"{}\n{", True)):
+        path.write_bytes(content)
+        assert artifacts.holds_rows(path) is holds
+
+
+def test_a_folder_s_fingerprint_goes_by_the_bytes_of_what_a_model_is(tmp_path: Path) -> None:
+    assert artifacts.folder_fingerprint("Qwen/Qwen3-VL-4B-Instruct") is None
+    (tmp_path / "config.json").write_text("{}")
+    one = artifacts.folder_fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("about")
+    assert one == artifacts.folder_fingerprint(str(tmp_path)) is not None
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    two = artifacts.folder_fingerprint(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert len({one, two, artifacts.folder_fingerprint(str(tmp_path))}) == 3
 
 
 @given(st.lists(st.integers()), st.integers(1, 10))

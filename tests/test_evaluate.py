@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from geoguessr_rl import artifacts
+from geoguessr_rl.backends.scripted import ScriptedBackend
 from geoguessr_rl.phases import evaluate
 from geoguessr_rl.prompt import format_completion
 from geoguessr_rl.records import Prediction
@@ -93,14 +94,14 @@ def test_a_killed_run_continues_to_the_same_bytes_and_redoes_no_finished_block(
     assert outputs(run_dir(killed)) == outputs(run_dir(straight))
 
 
-def test_a_complete_run_generates_nothing(folder: Path, script: Script) -> None:
-    answers = write_answers(folder / "answers.json", {"*": "no idea"})
-    more = ["--set", f"generation.script={answers}"]
-    assert script("run_eval.py", *flags(folder, *more)).code == 0
+def test_a_complete_run_generates_nothing(
+    folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert script("run_eval.py", *flags(folder)).code == 0
     before = outputs(run_dir(folder))
     stamp = (run_dir(folder) / artifacts.PREDICTIONS).stat().st_mtime_ns
-    answers.unlink()  # whoever generates now fails
-    assert script("run_eval.py", *flags(folder, *more)).code == 0
+    monkeypatch.setattr(ScriptedBackend, "generate", lambda *_: pytest.fail("generated again"))
+    assert script("run_eval.py", *flags(folder)).code == 0
     assert outputs(run_dir(folder)) == before
     assert (run_dir(folder) / artifacts.PREDICTIONS).stat().st_mtime_ns == stamp
 
@@ -124,17 +125,24 @@ def test_a_damaged_line_in_the_middle_is_refused_and_named(folder: Path, script:
     assert ended.code == 2 and "line 4 is damaged" in ended.err
 
 
+def test_rows_of_other_photos_are_refused(folder: Path, script: Script) -> None:
+    assert script("run_eval.py", *flags(folder)).code == 0
+    path = run_dir(folder) / artifacts.PREDICTIONS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    ended = script("run_eval.py", *flags(folder))
+    assert ended.code == 2 and "rows of other photos" in ended.err
+
+
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        (["--model", "Qwen/Qwen3-VL-8B-Instruct", "--backend", "transformers"], "backend"),
         (["--set", "generation.script=random_land"], "model"),
-        (["--set", "generation.seed=7"], "sampling"),
-        (["--set", "generation.temperature=0.5"], "sampling"),
-        (["--set", "generation.max_tokens=99"], "sampling"),
+        (["--set", "generation.seed=7"], "sampling.seed"),
+        (["--set", "generation.temperature=0.5"], "sampling.temperature"),
+        (["--set", "generation.max_tokens=99"], "sampling.max_tokens"),
         (["--set", "prompt.style=direct"], "prompt_style"),
         (["--set", "generation.block_size=5"], "block_size"),
-        (["--set", "model.dtype=float32"], "dtype"),
     ],
 )
 def test_another_run_in_the_same_folder_is_refused_with_the_difference(
@@ -146,6 +154,25 @@ def test_another_run_in_the_same_folder_is_refused_with_the_difference(
     assert ended.code == 2 and "Traceback" not in ended.err
     assert f"{key} was " in ended.err and str(run_dir(folder)) in ended.err
     assert outputs(run_dir(folder)) == before
+
+
+def test_rows_of_another_model_are_refused(folder: Path, script: Script) -> None:
+    assert script("run_eval.py", *flags(folder)).code == 0
+    path = run_dir(folder) / artifacts.IDENTITY
+    stored = json.loads(path.read_text())
+    for key, value in (("backend", "vllm"), ("model", "Qwen/Qwen3-VL-8B-Instruct")):
+        path.write_text(json.dumps({**stored, key: value}))
+        ended = script("run_eval.py", *flags(folder))
+        assert ended.code == 2 and f"{key} was {value!r} and is now " in ended.err
+
+
+def test_other_answers_under_the_same_name_are_refused(folder: Path, script: Script) -> None:
+    answers = write_answers(folder / "answers.json", {"*": "I cannot tell."})
+    more = ["--set", f"generation.script={answers}"]
+    assert script("run_eval.py", *flags(folder, *more, "--limit", 4)).code == 0
+    write_answers(answers, {"*": "I can."})
+    ended = script("run_eval.py", *flags(folder, *more))
+    assert ended.code == 2 and "model_files was " in ended.err
 
 
 def test_other_photos_under_the_same_name_are_refused(
@@ -187,7 +214,8 @@ def test_a_smaller_limit_later_measures_the_prefix_and_keeps_the_rows(
     before = outputs(run_dir(folder))
     ended = script("run_eval.py", *flags(folder, "--limit", 3))
     assert ended.code == 0 and "n 3," in ended.out
-    assert outputs(run_dir(folder))[artifacts.PREDICTIONS] == before[artifacts.PREDICTIONS]
+    assert "keeps the figures of the longer run" in ended.out
+    assert outputs(run_dir(folder)) == before
     assert script("run_eval.py", *flags(folder)).code == 0
     assert outputs(run_dir(folder)) == before
 
@@ -270,10 +298,8 @@ def test_a_bad_script_of_answers_is_one_sentence(
 
 
 def test_an_adapter_has_no_meaning_without_a_model(folder: Path, script: Script) -> None:
-    ended = script("run_eval.py", *flags(folder, "--lora", folder / "nothing"))
-    assert ended.code == 2 and "adapter_model.safetensors does not exist" in ended.err
     (folder / "adapter").mkdir()
-    (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     ended = script("run_eval.py", *flags(folder, "--lora", folder / "adapter"))
     assert ended.code == 2 and "--lora has no meaning" in ended.err
 

@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from geoguessr_rl import artifacts, data
+from geoguessr_rl.backends.scripted import ScriptedBackend
 from geoguessr_rl.eval_metrics import make_prediction
 from geoguessr_rl.phases import filter as learnable
 from geoguessr_rl.prompt import format_completion
@@ -175,16 +176,18 @@ def test_the_order_is_seeded(folder: Path, script: Script) -> None:
     assert orders[0] == orders[1] and len({tuple(order) for order in orders}) > 1
 
 
-def test_new_thresholds_generate_nothing(folder: Path, script: Script) -> None:
+def test_new_thresholds_generate_nothing(
+    folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert script("filter_learnable.py", *flags(folder)).code == 0
     path = folder / "filter" / artifacts.PREDICTIONS
     before, stamp = path.read_bytes(), path.stat().st_mtime_ns
-    (folder / "answers.json").unlink()  # whoever generates now fails
+    monkeypatch.setattr(ScriptedBackend, "generate", lambda *_: pytest.fail("generated again"))
     for more in (["min_std=0.5"], ["min_std=0.001"], ["rest_share=0.9", "seed=5"]):
         assert script("filter_learnable.py", *flags(folder, *more)).code == 0
         assert (path.read_bytes(), path.stat().st_mtime_ns) == (before, stamp)
-    script("filter_learnable.py", *flags(folder, "min_std=0.001"))
-    assert stats_of(folder)["set_a"] == 5  # "format" and "alike" joined
+    script("filter_learnable.py", *flags(folder, "min_std=1e-9"))
+    assert stats_of(folder)["set_a"] == 5  # "format" and "alike" joined in
 
 
 def test_below_min_rows_the_threshold_drops_and_says_so(folder: Path, script: Script) -> None:
@@ -263,9 +266,14 @@ def test_a_limit_that_is_no_count_is_an_error(limit: str, folder: Path, script: 
 
 def test_another_sampling_in_the_same_folder_is_refused(folder: Path, script: Script) -> None:
     assert script("filter_learnable.py", *flags(folder)).code == 0
-    for more in ("completions=8", "generation.temperature=0.7", "generation.seed=1"):
+    for more, key in (
+        ("completions=8", "sampling.n"),
+        ("generation.temperature=0.7", "sampling.temperature"),
+        ("generation.seed=1", "sampling.seed"),
+        ("prompt.style=direct", "prompt_style"),
+    ):
         ended = script("filter_learnable.py", *flags(folder, more))
-        assert ended.code == 2 and "sampling was" in ended.err
+        assert ended.code == 2 and f"{key} was " in ended.err
 
 
 def test_a_killed_filter_continues_to_the_same_bytes(

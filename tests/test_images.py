@@ -1,9 +1,12 @@
 """Images: any photo file becomes upright RGB at the policy's size, or a BadImageError."""
 
 import io
-import resource
+import json
 import struct
+import subprocess
+import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -181,7 +184,6 @@ BAD = {
     "html": lambda: b"<!DOCTYPE html><html><body>429</body></html>",
     "git lfs pointer": lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "only a JPEG's first bytes": lambda: b"\xff\xd8\xff\xe0",
-    "PostScript named jpg": lambda: save(upright(), "EPS"),
     "no pixels": lambda: png(96, 64),
     "no width": lambda: png(0, 64),
     "a gif of no size": lambda: b"GIF89a" + bytes(7) + b";",
@@ -199,6 +201,18 @@ def test_a_file_that_is_no_whole_photo_is_refused_in_a_few_words(name: str) -> N
         prepare(BAD[name](), SMALL)
     assert 0 < len(str(refused.value)) < 200
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "TIFF", "BMP", "ICO", "PPM", "TGA", "JPEG2000"])
+def test_no_decoder_but_those_of_photos_sees_a_file(kind: str) -> None:
+    """A photo's name may hide PostScript, whose decoder starts a program."""
+    with pytest.raises(BadImageError, match="not an image"):
+        open_upright(save(upright(), kind))
+
+
+def test_an_empty_file_is_called_so() -> None:
+    with pytest.raises(BadImageError, match="empty"):
+        open_upright(b"")
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,12 +245,51 @@ def test_an_avif_whose_payload_is_gone_is_a_bad_image() -> None:
         open_upright(bytes(data))
 
 
-@pytest.mark.parametrize("size", [(65536, 65536), (20000, 14000), (10001, 10001)])
-def test_a_huge_picture_is_refused_before_a_pixel_is_decoded(size: tuple[int, int]) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# In a process of its own: the peak of this one is whatever the largest test before took.
+MEASURE = """
+import json, resource, sys, warnings
+from pathlib import Path
+from geoguessr_rl.config import ImagePolicy
+from geoguessr_rl.images import BadImageError, prepare
+warnings.simplefilter("ignore")
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+found = {"": peak()}
+for path in map(Path, sys.argv[1:]):
+    try:
+        prepare(path.read_bytes(), ImagePolicy())
+    except BadImageError as refused:
+        print(refused, file=sys.stderr)
+    found[path.name] = peak()
+print(json.dumps(found))
+"""
+
+
+def peaks(paths: Sequence[Path]) -> dict[str, int]:
+    """The peak of memory in bytes after each file, and at first under an empty name."""
+    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, int] = json.loads(ended.stdout)
+    return found
+
+
+HUGE = [(65536, 65536), (20000, 14000), (10001, 10001)]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", HUGE)
+def test_a_huge_picture_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(BadImageError, match="too large"):
-        open_upright(png(*size, depth=1, kind=0, rows=bytes(1000)))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB
+        open_upright(png(*size, depth=1, kind=0))
+
+
+def test_a_huge_picture_is_refused_before_a_pixel_is_decoded(tmp_path: Path) -> None:
+    paths = []
+    for width, height in HUGE:
+        rows = bytes((width // 8 + 2) * min(height, 12_000))
+        paths.append(tmp_path / f"{width}.png")
+        paths[-1].write_bytes(png(width, height, depth=1, kind=0, rows=rows))
+    found = peaks(paths)
+    assert max(found.values()) - found[""] < 60_000_000
 
 
 @pytest.mark.parametrize("size", [(2048, 1), (1, 2048), (4000, 100)])
@@ -345,22 +398,25 @@ def test_a_photo_costs_at_most_784_tokens() -> None:
         assert 196 <= visual_tokens(fitted) <= 784
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("path", AWKWARD_FILES, ids=lambda path: path.name)
-def test_each_awkward_file_is_upright_rgb_or_refused_within_memory(path: Path) -> None:
+def test_each_awkward_file_is_upright_rgb_or_refused(path: Path) -> None:
     try:
         stored, size = prepare(path.read_bytes(), DEFAULT)
-        image = open_upright(stored)
-        assert (image.mode, image.size) == ("RGB", size)
-        # The phone photos of this folder whose pixels lie on their side.
-        if path.name in ("exif_rot90.jpg", "webp exif rotated.webp", "gps_zero_zero.jpg"):
-            assert image.height > image.width
-        if path.name == "exif_rot180_gps_west.jpg":
-            assert image.width > image.height
-        if path.name == "png16_gray.png":
-            assert np.asarray(image).min() < 50
     except BadImageError as refused:
         assert 0 < len(str(refused)) < 200
         assert path.name.startswith(("giant", "png_65536", "truncated"))
-    else:
-        assert not path.name.startswith(("giant", "png_65536", "truncated."))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1_500_000  # KiB
+        return
+    assert not path.name.startswith(("giant", "png_65536", "truncated."))
+    image = open_upright(stored)
+    assert (image.mode, image.size) == ("RGB", size)
+    # The photos of this folder whose pixels lie on their side.
+    if path.name in ("exif_rot90.jpg", "webp exif rotated.webp", "gps_zero_zero.jpg"):
+        assert image.height > image.width
+    if path.name == "png16_gray.png":
+        assert np.asarray(image).min() < 50
+
+
+@pytest.mark.parametrize("paths", [AWKWARD_FILES] if AWKWARD_FILES else [])
+def test_the_awkward_files_stay_within_memory(paths: list[Path]) -> None:
+    assert max(peaks(paths).values()) < 1_500_000_000

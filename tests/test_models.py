@@ -138,6 +138,8 @@ def test_a_fitting_adapter_is_accepted(adapter: Path, folder: Path) -> None:
         ({"use_dora": True}, ("", ""), "DoRA"),
         ({"peft_type": "IA3"}, ("", ""), "IA3"),
         ({}, ("language_model.layers.0", "language_model.blocks.0"), "does not have"),
+        ({"r": 5}, ("", ""), "has shape"),
+        ({"target_modules": ["q_proj", "lm_head"]}, ("", ""), "does not have"),
         ({}, ("language_model.layers.0.self_attn.q_proj", "visual.blocks.0.attn.qkv"), "vision"),
     ],
 )
@@ -164,11 +166,41 @@ def test_another_base_is_refused_by_size_even_when_its_name_is_waived(
         models.check_adapter(adapter, base, allow_base_mismatch=True)
 
 
+def test_a_partial_adapter_is_refused(adapter: Path, folder: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(adapter, part)
+    weights = load_file(part / "adapter_model.safetensors")
+    kept = {key: value for key, value in weights.items() if ".layers.0." in key}
+    assert 0 < len(kept) < len(weights)
+    save_file(kept, part / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="saved in part"):
+        models.check_adapter(part, str(folder))
+    (part / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="is damaged"):
+        models.check_adapter(part, str(folder))
+
+
+def test_a_damaged_model_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    (cut / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(UserError, match="could not be loaded"):
+        models.load_model(Model(name=str(cut)), "cpu")
+    (cut / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="could not be loaded"):
+        models.load_model(Model(name=str(cut)), "cpu")
+
+
+def test_flash_attention_is_for_half_precision_on_a_gpu() -> None:
+    assert models.attention("cpu", "bfloat16") == "sdpa"
+    assert models.attention("cuda", "float32") == "sdpa"
+
+
 def test_a_missing_or_partial_adapter_is_one_sentence(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         models.check_adapter(tmp_path / "nothing", "x")
     shutil.copy(adapter / "adapter_config.json", tmp_path)
-    with pytest.raises(UserError, match="holds a whole adapter"):
+    with pytest.raises(UserError, match="is no whole adapter"):
         models.check_adapter(tmp_path, "x")
 
 
@@ -183,6 +215,15 @@ def test_a_device_that_is_not_there_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="no cuda device"):
             models.pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cuda", "bfloat16"), ("cuda:1", "bfloat16"), ("cpu", "float32"), ("mps", "float32")],
+)
+def test_a_gpu_computes_in_bfloat16_and_others_in_float32(device: str, dtype: str) -> None:
+    assert models.pick_dtype("auto", device) == dtype
+    assert models.pick_dtype("float32", device) == "float32"
 
 
 def test_a_resized_photo_is_refused() -> None:

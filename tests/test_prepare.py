@@ -100,7 +100,7 @@ def test_every_split_is_written_with_manifest_photos_and_summary(
             assert Image.open(io.BytesIO(stored)).size == (96, 64)
         countries = table["country_iso2"].n_unique()
         assert f"{name}: {table.height} rows, {countries} countries; largest: " in printed
-    assert DataConfig(**json.loads((out / "config.json").read_text())) == config
+    assert DataConfig(**json.loads((out / artifacts.RESOLVED_CONFIG).read_text())) == config
 
 
 def test_the_first_rounds_hold_every_country_equally(world: Path, data_config: MakeConfig) -> None:
@@ -134,7 +134,9 @@ def test_the_same_command_gives_the_same_files(
     elsewhere = data_config(world, size=6, output_dir=tmp_path / "other folder")
     prepare.run(elsewhere)
     second = tree(elsewhere.output_dir)
-    assert second.pop("config.json") != first.pop("config.json")  # it names its own folder
+    assert second.pop(artifacts.RESOLVED_CONFIG) != first.pop(
+        artifacts.RESOLVED_CONFIG
+    )  # it names its own folder
     assert second == first
 
 

@@ -66,7 +66,7 @@ def trainer(
     config = GrpoConfig.model_validate(
         {"model": {"name": str(tiny)}, "lora": {"r": 4, "alpha": 8}, "trainer": section}
     )
-    args = train.build_args(config, section, use_cpu=True)
+    args = train.build_args(section, use_cpu=True)
     yield train.build_trainer(config, args, photos)
 
 
@@ -120,12 +120,21 @@ def test_without_the_collapse_the_engine_sees_a_corrupted_prompt(
         trainer.vllm_generation.generate(ids, images, 2)
 
 
+def test_the_engine_computes_in_the_trainers_number_format(trainer: Any) -> None:
+    engine = trainer.vllm_generation.llm.llm_engine.model_config
+    assert engine.dtype == trainer.model.dtype == torch.float32
+
+
 def test_without_stored_sizes_the_engine_sees_another_resolution(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The trainer's own processor is given a bound that never reaches vLLM (fault 2).
     size = {"shortest_edge": 1024, "longest_edge": 8 * 1024}
     monkeypatch.setattr(trainer.processing_class.image_processor, "size", size)
+    with pytest.raises(UserError, match="visual tokens instead of"):
+        trained_prompts(trainer)
+    # Without that check of the trainer's own prompt, the engine's differs.
+    monkeypatch.setattr(stack, "check_image_tokens", lambda *args: None)
     ids, images = trained_prompts(trainer)
     with pytest.raises(stack.StackFaultError, match="would see different photos"):
         trainer.vllm_generation.generate(ids, images, 2)

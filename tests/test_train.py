@@ -50,12 +50,43 @@ def test_a_number_written_as_text_is_read_as_one() -> None:
 def test_a_batch_that_groups_do_not_divide_is_refused_with_trls_sentence() -> None:
     config = load(GrpoConfig, GRPO, overrides=["trainer.num_generations=6"])
     with pytest.raises(UserError, match="divisible by num_generations"):
-        train.build_args(config, config.trainer, use_cpu=True)
+        train.build_args(config.trainer, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_steps=-1", "must be 1 or more"),
+        ("shuffle_dataset=true", "must be False"),
+        ("reward_weights=[0, 1, 0, 0]", "must be .1.0, 0.0"),
+        ("generation_batch_size=40", "no multiple of the completions a step"),
+        ("generation_batch_size=16", "no multiple of the completions a step"),
+        ("save_steps=25", "no multiple of 2, the steps between"),
+    ],
+)
+def test_keys_that_break_a_resume_or_the_reward_are_refused(override: str, message: str) -> None:
+    config = load(GrpoConfig, GRPO, overrides=[f"trainer.{override}"])
+    with pytest.raises(UserError, match=message):
+        train.build_args(config.trainer, use_cpu=True)
+
+
+def test_memory_remedies_leave_a_run_the_same_run(world: Path) -> None:
+    split = data.load_split(world / "data", "train_pool")
+
+    def identity(**trainer: Any) -> dict[str, Any]:
+        config = load(GrpoConfig, GRPO)
+        config = config.model_copy(update={"trainer": {**config.trainer, **trainer}})
+        return train.identity(config, train.build_args(config.trainer, use_cpu=True), split)
+
+    halved = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    assert identity(**halved, vllm_gpu_memory_utilization=0.25) == identity()
+    assert identity(gradient_accumulation_steps=8) != identity()
+    assert identity(learning_rate=1e-4) != identity()
 
 
 def test_rollouts_come_every_second_step_of_the_plan() -> None:
     config = load(GrpoConfig, GRPO)
-    args = train.build_args(config, config.trainer, use_cpu=True)
+    args = train.build_args(config.trainer, use_cpu=True)
     assert train.steps_a_generation(args) == 2
     assert train.prompts_a_generation(args) == 8
     assert args.reward_weights == [1.0, 0.0, 0.0, 0.0]
@@ -68,7 +99,7 @@ def test_the_reporter_follows_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         if key:
             monkeypatch.setenv("WANDB_API_KEY", key)
-        assert train.build_args(config, config.trainer, use_cpu=True).report_to == expected
+        assert train.build_args(config.trainer, use_cpu=True).report_to == expected
 
 
 def test_the_dry_run_needs_no_gpu_weights_or_data(
@@ -210,10 +241,11 @@ def test_an_evaluation_split_is_refused(world: Path) -> None:
     assert not (world / "leak").exists()
 
 
-def test_a_seed_in_generation_kwargs_is_refused(world: Path) -> None:
+@pytest.mark.parametrize("key", ["seed", "suppress_tokens"])
+def test_generation_kwargs_that_undo_a_remedy_are_refused(world: Path, key: str) -> None:
     config = small_run(world, "seed", 2)
-    trainer = {**config.trainer, "generation_kwargs": {"seed": 1}}
-    with pytest.raises(UserError, match="identical; remove it"):
+    trainer = {**config.trainer, "generation_kwargs": {key: [1]}}
+    with pytest.raises(UserError, match="is not yours to set"):
         train.run(config.model_copy(update={"trainer": trainer}))
 
 
@@ -231,3 +263,26 @@ def test_the_run_records_what_it_was_trained_on(
         check_trained_alike(checkpoint, "direct", split.image_policy)
     with pytest.raises(UserError, match="was trained with image"):
         check_trained_alike(checkpoint, "think", {**split.image_policy, "long_edge": 512})
+
+
+def test_a_resume_under_another_reward_or_model_is_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lucky_reward(monkeypatch)
+    train.run(small_run(world, "claimed", 2))
+    config = small_run(world, "claimed", 4, resume_from_checkpoint="auto")
+    reward = config.reward.model_copy(update={"shape": "geoscore"})
+    with pytest.raises(UserError, match=r"another run: reward\.shape was"):
+        train.run(config.model_copy(update={"reward": reward}))
+    trainer = {**config.trainer, "learning_rate": 0.5}
+    with pytest.raises(UserError, match=r"another run: trainer\.learning_rate was"):
+        train.run(config.model_copy(update={"trainer": trainer}))
+    # The folder of the base model holds other weights now.
+    shutil.copytree(world / "tiny", world / "kept")
+    models.build_tiny(world / "tiny", 1, embedded.sample_texts())
+    try:
+        with pytest.raises(UserError, match="holds another run: model_files was"):
+            train.run(config)
+    finally:
+        shutil.rmtree(world / "tiny")
+        (world / "kept").rename(world / "tiny")

@@ -14,7 +14,9 @@ from geoguessr_rl.prompt import ANSWER_CLOSE, PromptStyle, build_messages
 from geoguessr_rl.records import Completion, Photo, Sampling
 
 PROBE_MIN_GAP = 1e-6
-"""The least mean change of log-probability by which an adapter shows that it is in use."""
+PROBE_NOISE = 3.0
+"""An adapter shows that it is in use when it moves log-probabilities by more than `PROBE_MIN_GAP`
+and by `PROBE_NOISE` times what the base's own answers move from one request to the next."""
 
 
 class Backend(Protocol):
@@ -52,7 +54,7 @@ def open_backend(
     lora: Any = None,
     allow_base_mismatch: bool = False,
 ) -> Backend:
-    """Loads the backend that a config names, with its adapter checked and probed.
+    """Loads the backend that a config names, with its adapter checked (see `probe_adapter` too).
 
     Args:
         generation: Which backend, on what device.
@@ -94,12 +96,17 @@ def probe_adapter(backend: Backend, photo: Photo) -> float:
         UserError: The log-probabilities of a fixed answer are those of the base model.
     """
     text = '<answer>{"country": "Chile", "lat": -33.4, "lon": -70.6}' + ANSWER_CLOSE
-    with_adapter = backend.logprobs([photo], [text])[0]
-    without = backend.logprobs([photo], [text], adapter=False)[0]
-    gap = sum(abs(a - b) for a, b in zip(with_adapter, without, strict=True)) / len(without)
-    if gap < PROBE_MIN_GAP:
+    tuned, base, again = (
+        backend.logprobs([photo], [text], adapter=adapter)[0] for adapter in (True, False, False)
+    )
+
+    def gap(left: Sequence[float], right: Sequence[float]) -> float:
+        return sum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)
+
+    change, noise = gap(tuned, base), gap(base, again)
+    if change < max(PROBE_MIN_GAP, PROBE_NOISE * noise):
         raise UserError(
             "the adapter changes nothing: a fixed answer has the base model's log-probabilities; "
             "check that it was trained and that its keys match this base"
         )
-    return gap
+    return change

@@ -5,7 +5,6 @@ of under two million parameters, so that whatever runs on it runs on Qwen3-VL-4B
 nothing about how well the real model learns. Heavy libraries are imported inside the functions.
 """
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -209,15 +208,18 @@ def pick_dtype(dtype: str, device: str) -> str:
     """Resolves `auto`: bfloat16 on a GPU, float32 elsewhere, where greedy answers stay stable."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if device == "cuda" else "float32"
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
-def attention() -> str:
-    """Returns flash_attention_2 when it is installed beside a GPU, else sdpa."""
-    import torch
-
-    installed = importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if installed and torch.cuda.is_available() else "sdpa"
+def attention(device: str, dtype: str) -> str:
+    """Returns flash_attention_2 where it imports and can compute this, else sdpa."""
+    if not device.startswith("cuda") or dtype == "float32":
+        return "sdpa"
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return "sdpa"
+    return "flash_attention_2"
 
 
 def require_model(name: str) -> None:
@@ -232,10 +234,13 @@ def require_model(name: str) -> None:
 
 def _from_hub(load: Callable[..., Any], name: str, **kwargs: Any) -> Any:
     """Calls a `from_pretrained`, and turns a missing model into a UserError."""
+    from safetensors import SafetensorError
+
     require_model(name)
     try:
         return load(name, **kwargs)
-    except OSError as error:
+    # A model type that is no vision-language model, or a file that was cut, raise the last two.
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"the model {name} could not be loaded ({reason}); check the name, the network and "
@@ -260,7 +265,7 @@ def load_model(model: Model, device: str) -> Any:
         AutoModelForImageTextToText.from_pretrained,
         model.name,
         dtype=pick_dtype(model.dtype, device),
-        attn_implementation=attention(),
+        attn_implementation=attention(device, pick_dtype(model.dtype, device)),
     )
     return loaded.to(device)
 
@@ -374,7 +379,7 @@ def _same_model(left: str, right: str) -> bool:
     return left == right or (both and folders[0].resolve() == folders[1].resolve())
 
 
-def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -> None:
+def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -> int:
     """Refuses an adapter that does not belong on a base, before either is loaded.
 
     Args:
@@ -382,16 +387,19 @@ def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -
         base: The base model's name or folder.
         allow_base_mismatch: Accept another base name; the shapes must agree all the same.
 
+    Returns:
+        The adapter's rank.
+
     Raises:
-        UserError: It is not a LoRA adapter, was trained on another base, uses DoRA, reaches into
-            the vision tower, or has keys or sizes that the base lacks.
+        UserError: It is not a whole LoRA adapter, was trained on another base, uses DoRA, reaches
+            into the vision tower, or has other keys or sizes than its targets on this base.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     weights = lora / "adapter_model.safetensors"
     settings = read_json(lora / "adapter_config.json", remedy="name a folder that holds an adapter")
-    if not weights.is_file():
-        raise UserError(f"{weights} does not exist; name a folder that holds a whole adapter")
+    if not isinstance(settings, dict) or not weights.is_file():
+        raise UserError(f"{lora} is no whole adapter; name a folder that holds one")
     if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
         kind = "DoRA" if settings.get("use_dora") else settings.get("peft_type")
         raise UserError(f"{lora} is a {kind} adapter, which vLLM cannot serve; train a plain LoRA")
@@ -401,25 +409,29 @@ def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -
             f"{lora} was trained on {trained_on}, and the base here is {base}; pass that base with "
             "--model, or --allow_base_mismatch when they are the same weights"
         )
-    model = meta_model(base)
-    linear = {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if hasattr(module, "in_features")
-    }
-    with safe_open(str(weights), framework="pt") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    if not shapes:
-        raise UserError(f"{weights} holds no weights; train the adapter again")
-    for key, shape in shapes.items():
-        name, _, part = key.removeprefix("base_model.model.").partition(".lora_")
-        refuse_visual([name])
-        if name not in linear:
-            raise UserError(f"{lora} adapts {name}, which the base {base} does not have")
-        expected = linear[name][0] if part.startswith("A") else linear[name][1]
-        found = shape[1] if part.startswith("A") else shape[0]
-        if found != expected:
+    try:
+        with safe_open(str(weights), framework="pt") as file:
+            found = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{weights} is damaged ({error}); train or download it again") from None
+    refuse_visual(key.removeprefix("base_model.model.") for key in found)
+    rank = int(settings["r"])
+    targets = Lora(
+        target_modules=list(settings["target_modules"]),
+        exclude_modules=settings.get("exclude_modules") or "",
+    )
+    expected = {}
+    for name, (fan_in, fan_out) in adapted_modules(meta_model(base), targets).items():
+        expected[f"base_model.model.{name}.lora_A.weight"] = [rank, fan_in]
+        expected[f"base_model.model.{name}.lora_B.weight"] = [fan_out, rank]
+    for key in sorted(found.keys() - expected.keys()):
+        raise UserError(f"{lora} adapts {key}, which the base {base} does not have")
+    for key in sorted(expected.keys() - found.keys()):
+        raise UserError(f"{lora} lacks {key}; it was saved in part, or trained on another model")
+    for key, shape in expected.items():
+        if found[key] != shape:
             raise UserError(
-                f"{lora} has size {found} at {name}, and the base {base} has {expected}: it was "
-                "trained on another model"
+                f"{lora} has shape {found[key]} at {key}, and the base {base} takes {shape}: it "
+                "was trained on another model"
             )
+    return rank

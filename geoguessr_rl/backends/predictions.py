@@ -31,27 +31,33 @@ def sampling_of(generation: Generation, n: int) -> Sampling:
     )
 
 
-def adapter_identity(lora: Path | None) -> str | None:
-    """Returns a fingerprint of an adapter's weights, or None without one."""
-    if lora is None:
-        return None
-    weights = lora / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise UserError(f"{weights} does not exist; --lora takes a folder that holds an adapter")
-    return artifacts.file_sha256(weights)[:16]
+def find_adapter(lora: Path) -> Path:
+    """Returns an adapter's folder; a training run's folder means its last whole checkpoint.
+
+    Raises:
+        UserError: There is neither.
+    """
+    if (lora / "adapter_config.json").is_file():
+        return lora
+    checkpoints = artifacts.complete_checkpoints(lora)
+    if not checkpoints:
+        raise UserError(f"{lora} holds no adapter and no whole checkpoint; check --lora")
+    return checkpoints[-1]
 
 
 def check_trained_alike(lora: Path, style: str, image_policy: Mapping[str, Any]) -> None:
     """Refuses to measure an adapter under another prompt or photo size than it was trained on."""
     for folder in (lora, lora.parent):
-        record = folder / artifacts.ADAPTER_RECORD
+        record = folder / artifacts.IDENTITY
         if not record.is_file():
             continue
         trained = artifacts.read_json(record, remedy="train the adapter again")
+        if "lora" not in trained:
+            continue
         for name, here in (("prompt_style", style), ("image", dict(image_policy))):
-            if trained[name] != here:
+            if (there := trained[name]) != here:
                 raise UserError(
-                    f"{lora} was trained with {name} {trained[name]!r}, and this run has {here!r}; "
+                    f"{lora} was trained with {name} {there!r}, and this run has {here!r}; "
                     "use the same for both"
                 )
         return
@@ -66,21 +72,39 @@ def identity(
     sampling: Sampling,
 ) -> dict[str, Any]:
     """Returns everything that must be equal for two runs to be one run."""
-    scripted = generation.backend == "scripted"
     return {
-        "backend": generation.backend,
-        "model": f"scripted:{Path(generation.script).name}" if scripted else model.name,
-        "dtype": model.dtype,
-        "adapter": adapter_identity(lora),
+        **_engine(generation, model),
+        "adapter": artifacts.folder_fingerprint(str(lora)) if lora is not None else None,
         "prompt_style": prompt.style,
         "sampling": artifacts.plain(sampling),
         "split": split.name,
         "split_fingerprint": split.fingerprint,
         "image": split.image_policy,
         "block_size": generation.block_size,
-        "batch_size": generation.batch_size,
         "score_version": SCORE_VERSION,
     }
+
+
+def _engine(generation: Generation, model: Model) -> dict[str, Any]:
+    """Returns what makes the answers, down to the bytes of a local model and the number format."""
+    if generation.backend == "scripted":
+        script = Path(generation.script)
+        files = artifacts.file_sha256(script)[:16] if script.is_file() else None
+        return {"backend": "scripted", "model": f"scripted:{script.name}", "model_files": files}
+
+    from geoguessr_rl.backends import models
+
+    device = models.pick_device(generation.device)
+    engine = {
+        "backend": generation.backend,
+        "model": model.name,
+        "model_files": artifacts.folder_fingerprint(model.name),
+        "device": device,
+        "dtype": models.pick_dtype(model.dtype, device),
+    }
+    # Rows that are padded together decide a transformers answer's last bits.
+    padded = generation.backend == "transformers"
+    return engine | ({"batch_size": generation.batch_size} if padded else {})
 
 
 def generate(

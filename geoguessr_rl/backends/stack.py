@@ -3,7 +3,8 @@
 1. Colocate rollouts see a corrupted prompt: TRL hands vLLM image pads that are expanded already,
    and vLLM expands the first one again (TRL issue 6294).
 2. Rollouts see another resolution: vLLM's own processor never hears of the trainer's bounds (TRL
-   issue 5361). Photos are stored at the final size; the check of fault 1 covers this one.
+   issue 5361). Photos are stored at the final size, and must cost the tokens that it says, in the
+   trainer; the check of fault 1 extends that to the engine.
 3. The base drifts: each sync merges the adapter into the bf16 base and takes it out again, and
    rounding stays behind (TRL issue 6688).
 4. The default importance-sampling correction sums log-ratios over a sequence and so masks long
@@ -16,6 +17,8 @@ written for one minor version of TRL, which `require_known_trl` insists on.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 from transformers import TrainerCallback
 
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends.models import check_image_tokens
 
 KNOWN_TRL = "1.16."
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -51,6 +55,31 @@ def prepare_cpu_engine() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def engine_like_trainer(dtype: torch.dtype, *, on_cpu: bool) -> Iterator[None]:
+    """Gives the engine that TRL starts the trainer's number format and one image a prompt.
+
+    TRL names neither: vLLM would take bfloat16 beside a float32 trainer, and reserve room for
+    videos.
+    """
+    from trl.generation import vllm_generation
+
+    if not hasattr(vllm_generation, "LLM"):  # vLLM is not installed
+        yield
+        return
+    original = vllm_generation.LLM
+    settings: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "enforce_eager": on_cpu,
+    }
+    vllm_generation.LLM = partial(original, **settings)
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = original
 
 
 def collapse_pads(ids: Sequence[int], pad: int) -> list[int]:
@@ -98,7 +127,9 @@ def forbidden_ids(tokenizer: Any) -> list[int]:
 def forbid_vision_tokens(tokenizer: Any, *, use_vllm: bool) -> dict[str, Any]:
     """Remedies fault 5: the `generation_kwargs` that keep vision tokens from being sampled.
 
-    There is no seed among them: with one, all completions of a group become identical.
+    There is no seed among them: with one, all completions of a group become identical. The
+    sampler's log-probabilities are then those of a softmax without these tokens, to which a trained
+    model gives next to no weight.
     """
     ids = forbidden_ids(tokenizer)
     if use_vllm:
@@ -258,6 +289,17 @@ def mend(trainer: Any) -> None:
         return completion_ids, logprobs
 
     trainer._generate_single_turn = checked
+    tokenize = trainer._tokenize_prompts
+
+    def counted(prompts: Any) -> Any:
+        ids, images, fields = tokenize(prompts)
+        check_image_tokens(
+            [row.count(trainer._image_pad_token_id) for row in ids],
+            [photos[0].size for photos in images],
+        )
+        return ids, images, fields
+
+    trainer._tokenize_prompts = counted
     score = trainer._generate_and_score_completions
 
     def watched(inputs: Any) -> Any:

@@ -85,6 +85,8 @@ class TransformersBackend:
         # The config is explicit: the model's own one samples (temperature 0.7, top-k 20).
         config = GenerationConfig(
             do_sample=False,
+            repetition_penalty=1.0,  # what stays unset comes from the model's own config
+            no_repeat_ngram_size=0,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=self._end_ids,
             pad_token_id=self._processor.tokenizer.pad_token_id,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from geoguessr_rl.artifacts import UserError, seed_for
+from geoguessr_rl.artifacts import UserError, read_json, seed_for
 from geoguessr_rl.backends import chat_messages, models
 from geoguessr_rl.backends.stack import prepare_cpu_engine
 from geoguessr_rl.config import Generation, Model
@@ -16,7 +16,7 @@ from geoguessr_rl.images import open_upright
 from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, FinishReason, Photo, Sampling
 
-MAX_LORA_RANK = 64
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves space for
 CPU_BATCH_TOKENS = 8192
 
 
@@ -43,11 +43,12 @@ class VllmBackend:
         engine: dict[str, Any] = {}
         if on_cpu:
             # A prompt that is cut in two rewinds its request's generator, which a CPU's cannot.
-            engine |= {"enable_chunked_prefill": False, "max_num_batched_tokens": CPU_BATCH_TOKENS}
+            tokens = max(CPU_BATCH_TOKENS, generation.vllm.max_model_len)
+            engine |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         else:
             engine["gpu_memory_utilization"] = generation.vllm.gpu_memory_utilization
         if lora is not None:
-            engine |= {"enable_lora": True, "max_lora_rank": MAX_LORA_RANK, "max_loras": 1}
+            engine |= {"enable_lora": True, "max_lora_rank": reserved_rank(lora), "max_loras": 1}
         self._llm = vllm.LLM(
             model=model.name,
             dtype=models.pick_dtype(model.dtype, device),
@@ -127,6 +128,17 @@ class VllmBackend:
             steps = [output.outputs[0].logprobs[0] for output in outputs]
             rows.append([step[token].logprob for step, token in zip(steps, ids, strict=True)])
         return rows
+
+
+def reserved_rank(lora: Path) -> int:
+    """Returns the smallest rank that vLLM can reserve for an adapter."""
+    settings = read_json(lora / "adapter_config.json", remedy="name a folder that holds an adapter")
+    fitting = [rank for rank in LORA_RANKS if rank >= settings["r"]]
+    if not fitting:
+        raise UserError(
+            f"{lora} has rank {settings['r']}, and vLLM serves {LORA_RANKS[-1]} at most"
+        )
+    return fitting[0]
 
 
 def _completion(output: Any) -> Completion:

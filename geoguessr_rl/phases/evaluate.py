@@ -10,12 +10,14 @@ from typing import Any
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.backends.predictions import (
     check_trained_alike,
+    find_adapter,
     generate,
     identity,
     sampling_of,
 )
 from geoguessr_rl.config import EvalConfig
 from geoguessr_rl.eval_metrics import compute_metrics
+from geoguessr_rl.records import Prediction
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
@@ -28,13 +30,19 @@ def run(config: EvalConfig) -> dict[str, Any]:
     split = data.load_split(config.data_dir, config.split, limit=config.limit)
     sampling = sampling_of(config.generation, 1)
     if config.lora is not None:
-        check_trained_alike(config.lora, config.prompt.style, split.image_policy)
+        lora = find_adapter(config.lora)
+        check_trained_alike(lora, config.prompt.style, split.image_policy)
+        config = config.model_copy(update={"lora": lora})
     out = config.output_dir / config.run_name / config.split
     with artifacts.run_lock(out):
         described = identity(
             split, config.generation, config.model, config.prompt, config.lora, sampling
         )
-        artifacts.claim(out / artifacts.IDENTITY, described)
+        artifacts.claim(
+            out / artifacts.IDENTITY,
+            described,
+            holds_work=artifacts.holds_rows(out / artifacts.PREDICTIONS),
+        )
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         rows = generate(
             out / artifacts.PREDICTIONS,
@@ -52,7 +60,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
             "run": described,
             "allow_base_mismatch": config.allow_base_mismatch,
         }
-        artifacts.write_json(out / artifacts.METRICS, metrics)
+        if artifacts.read_rows(out / artifacts.PREDICTIONS, Prediction)[len(rows) :]:
+            print(f"{out / artifacts.METRICS} keeps the figures of the longer run")
+        else:
+            artifacts.write_json(out / artifacts.METRICS, metrics)
     return metrics
 
 

@@ -16,7 +16,13 @@ import polars as pl
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends.predictions import generate, identity, sampling_of
+from geoguessr_rl.backends.predictions import (
+    check_trained_alike,
+    find_adapter,
+    generate,
+    identity,
+    sampling_of,
+)
 from geoguessr_rl.config import FilterConfig
 from geoguessr_rl.records import Photo, Prediction
 
@@ -71,12 +77,20 @@ def run(config: FilterConfig) -> dict[str, Any]:
     data.require_train_role(pool, config.data_dir)
     photos = choose(pool.photos, rows=config.rows, cap=config.cap)
     sampling = sampling_of(config.generation, config.completions)
+    if config.lora is not None:
+        lora = find_adapter(config.lora)
+        check_trained_alike(lora, config.prompt.style, pool.image_policy)
+        config = config.model_copy(update={"lora": lora})
     out = config.output_dir
     with artifacts.run_lock(out):
         described = identity(
             pool, config.generation, config.model, config.prompt, config.lora, sampling
         )
-        artifacts.claim(out / artifacts.IDENTITY, {**described, "cap": config.cap})
+        artifacts.claim(
+            out / artifacts.IDENTITY,
+            {**described, "cap": config.cap},
+            holds_work=artifacts.holds_rows(out / artifacts.PREDICTIONS),
+        )
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         rows = generate(
             out / artifacts.PREDICTIONS,

@@ -15,9 +15,8 @@ from typing import Any
 
 import jinja2
 import numpy as np
-import polars as pl
 
-from geoguessr_rl import artifacts, data
+from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.charts import chart, running_mean
 from geoguessr_rl.countries import CODES, name_of
@@ -243,9 +242,6 @@ def printable(text: str) -> str:
 def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
     """Returns the k photos that gained most and the k that lost most, with all that was said."""
     photos = {photo.id: photo for photo in split.photos}
-    table = pl.read_parquet(base.data_dir / f"{split.name}.parquet")
-    named = table["creator"].to_list() if "creator" in table.columns else []
-    creators = dict(zip(photos, named, strict=False))  # the split's photos stand in its order
     answers = {side: by_photo(run.rows) for side, run in (("before", base), ("after", tuned))}
 
     def picture(photo: Photo) -> tuple[str | None, str]:
@@ -260,7 +256,7 @@ def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
         encoded, reason = picture(photo)
         return {
             "id": identifier,
-            "creator": creators.get(identifier),
+            "creator": photo.creator,
             "photo": encoded,
             "reason": reason,
             "country": country_name(photo.country_iso2),
@@ -358,7 +354,8 @@ def describe(base: Run, tuned: Run, metrics: Sequence[Mapping[str, Any]]) -> lis
                 adapter += ", base mismatch allowed"
         return {
             "Run": run.name,
-            "Model": f"{identity['model']} ({identity['dtype']})",
+            "Model": identity["model"]
+            + (f" ({dtype})" if (dtype := identity.get("dtype")) else ""),
             "Adapter": adapter,
             "Prompt style": identity["prompt_style"],
             "Backend": identity["backend"],
@@ -428,7 +425,8 @@ def run(
     base, tuned, split = load_pair(base_folder, tuned_folder)
     metrics = [compute_metrics(run.rows, split.country_share) for run in (base, tuned)]
     found = compare(base, tuned, split.country_share)
-    note = " ".join(note.split())
+    drawn = {photo.creator for photo in split.photos} == {embedded.CREATOR}
+    note = " ".join(note.split()) or (embedded.NOTE if drawn else "")
     published = split.name == "eval_osv" and not note and "mean_geoscore_weighted" in found
     head = found["mean_geoscore"]
     context = {

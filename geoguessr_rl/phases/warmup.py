@@ -107,13 +107,21 @@ def run(config: WarmupConfig) -> dict[str, Any]:
             **config.model_dump(mode="json", exclude={"output_dir", "data_dir", "clues"}),
             "split_fingerprint": split.fingerprint,
             "clues": artifacts.fingerprint(clues),
+            "model_files": artifacts.folder_fingerprint(config.model.name),
         }
-        artifacts.claim(out / artifacts.IDENTITY, identity)
+        checkpoints = artifacts.complete_checkpoints(out / "trainer")
+        finished = (out / "config.json").is_file()  # renamed into place last
+        artifacts.claim(
+            out / artifacts.IDENTITY, identity, holds_work=finished or bool(checkpoints)
+        )
+        artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         summary = {"rows": len(split.photos), "steps": config.steps, "model": str(out)}
-        if (out / "config.json").is_file():  # renamed into place last, so it stands for the whole
+        if finished:
             return {**summary, "done_before": True}
-        device = models.pick_device("auto")
-        model = models.load_model(config.model, device)
+        device = models.pick_device(config.device)
+        # float32 weights, since bfloat16 is too coarse for small updates of all of them.
+        full = config.model.model_copy(update={"dtype": "float32"})
+        model = models.load_model(full, device)
         processor = models.load_processor(config.model.name)
         dataset = Dataset.from_dict(
             {name: columns[name] for name in ("prompt", "completion", "image")}
@@ -144,7 +152,6 @@ def run(config: WarmupConfig) -> dict[str, Any]:
             ),
         )
         show_compactly(trainer, LOGGED)
-        checkpoints = artifacts.complete_checkpoints(out / "trainer")
         trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         staged = out / "staged"
         trainer.model.save_pretrained(staged)
