@@ -76,7 +76,7 @@ def read_json(path: Path, *, remedy: str) -> Any:
     """Reads a JSON file, or raises UserError with `remedy` when it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); {remedy}") from None
@@ -129,15 +129,19 @@ def run_lock(folder: Path) -> Iterator[None]:
     The operating system drops the lock when its owner dies, so that a killed run never has to be
     unlocked by hand.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     owner = folder / ".owner"
     lock = filelock.FileLock(folder / ".lock")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         holder = owner.read_text(encoding="utf-8").strip() if owner.exists() else "another process"
         raise UserError(
             f"{folder} is in use by {holder}; wait for it, or choose another output folder"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); choose another output folder"
         ) from None
     try:
         command = " ".join(sys.argv)

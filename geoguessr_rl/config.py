@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
@@ -22,8 +22,19 @@ from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.prompt import MAX_COMPLETION_TOKENS, PromptStyle
 from geoguessr_rl.reward import RewardShape
 
+FLAG_NAMES = {"model.name": "model", "source.root": "source"}  # else a key's last part
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
+
+def _no_boolean(value: Any) -> Any:
+    """Refuses true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("Input should be a whole number")
+    return value
+
+
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_no_boolean)]
+FolderName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 C = TypeVar("C", bound="Section")
 
@@ -45,6 +56,16 @@ class ImagePolicy(Section):
     min_pixels: PositiveInt = 200_704
     max_pixels: PositiveInt = 802_816
     jpeg_quality: Annotated[int, Field(ge=1, le=95)] = 95
+
+    @pydantic.model_validator(mode="after")
+    def _satisfiable(self) -> "ImagePolicy":
+        largest = (self.long_edge // self.multiple * self.multiple) ** 2
+        if not self.min_pixels <= min(self.max_pixels, largest):
+            raise ValueError(
+                f"min_pixels {self.min_pixels} exceeds max_pixels {self.max_pixels} or the "
+                f"{largest} pixels that long_edge and multiple allow"
+            )
+        return self
 
 
 class Source(Section):
@@ -136,8 +157,8 @@ class EvalConfig(Section):
     prompt: Prompt = Prompt()
     generation: Generation = Generation()
     data_dir: Path = Path("data")
-    split: str = "eval_osv"
-    run_name: str = "base"
+    split: FolderName = "eval_osv"
+    run_name: FolderName = "base"
     output_dir: Path = Path("outputs/eval")
     allow_base_mismatch: bool = False
     limit: PositiveInt | None = None
@@ -176,7 +197,7 @@ class WarmupConfig(Section):
     model: Model = Model()
     prompt: Prompt = Prompt()
     data_dir: Path = Path("data")
-    split: str = "train_pool"
+    split: FolderName = "train_pool"
     output_dir: Path = Path("outputs/warmup")
     clues: Path | None = None
     hot_spot: HotSpot | None = None
@@ -231,7 +252,7 @@ class GrpoConfig(Section):
     model: Model = Model()
     prompt: Prompt = Prompt()
     data_dir: Path = Path("data")
-    split: str = "train_learnable"
+    split: FolderName = "train_learnable"
     lora: Lora = Lora()
     reward: RewardConfig = RewardConfig()
     trainer: dict[str, Any] = {}
@@ -336,7 +357,10 @@ def load(
         location = [part for part in first["loc"] if isinstance(part, str)]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         if (flags or {}).get(where) is not None:
-            raise UserError(f"--{where} {first['input']} is wrong: {first['msg']}") from None
+            flag = FLAG_NAMES.get(where, where)
+            raise UserError(
+                f"--{flag.rpartition('.')[2]} {first['input']} is wrong: {first['msg']}"
+            ) from None
         if first["type"] == "extra_forbidden":
             hint = nearest(str(first["loc"][-1]), _valid_keys(cls, location))
             raise UserError(f"{path}: unknown key {where!r}; {hint}") from None
@@ -366,5 +390,9 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        print(
+            "interrupted; run the command again to continue (train_grpo.py with "
+            "--resume_from_checkpoint auto)",
+            file=sys.stderr,
+        )
         sys.exit(130)

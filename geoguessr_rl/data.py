@@ -46,6 +46,7 @@ ZIP_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, NotImplementedError,
     RuntimeError, ValueError, LookupError,
 )  # fmt: skip
+MANIFEST_KEYS = {"split", "role", "source", "rows", "image", "fingerprint", "photos"}
 PREPARE_REMEDY = "run scripts/prepare_data.py first"
 
 
@@ -342,6 +343,7 @@ def build_manifest(
         }
         for row in frame.iter_rows(named=True)
     ]
+    identity = fingerprint(rows)  # in the split's order, which decides blocks and training
     rows.sort(key=lambda row: row["id"])
     return {
         "split": split,
@@ -350,9 +352,17 @@ def build_manifest(
         "rows": len(rows),
         "image": dict(image_policy),
         "country_share": dict(country_share or {}),
-        "fingerprint": fingerprint(rows),
+        "fingerprint": identity,
         "photos": rows,
     }
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads a manifest; raises UserError when it is missing, damaged or of an older version."""
+    manifest = read_json(path, remedy=PREPARE_REMEDY)
+    if not isinstance(manifest, dict) or not manifest.keys() >= MANIFEST_KEYS:
+        raise UserError(f"{path} is no manifest of this version; {PREPARE_REMEDY}")
+    return manifest
 
 
 def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split:
@@ -366,8 +376,12 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
         names = sorted(file.stem for file in data_dir.glob("*.parquet"))
         there = f"it holds {', '.join(names)}" if names else PREPARE_REMEDY
         raise UserError(f"{data_dir} has no split {split!r}; {there}")
-    manifest = read_json(manifest_path(data_dir, split), remedy=PREPARE_REMEDY)
-    frame = pl.read_parquet(path)
+    manifest = read_manifest(manifest_path(data_dir, split))
+    try:
+        frame = pl.read_parquet(path)
+    except pl.exceptions.PolarsError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is no whole parquet file ({reason}); {PREPARE_REMEDY}") from None
     missing = [
         name for name in PHOTO_SCHEMA if name not in frame.columns and name not in OPTIONAL_COLUMNS
     ]
@@ -410,7 +424,7 @@ def require_train_role(split: Split, data_dir: Path) -> None:
         )
     ids = {photo.id for photo in split.photos}
     for path in sorted(data_dir.glob("*.manifest.json")):
-        manifest = read_json(path, remedy=PREPARE_REMEDY)
+        manifest = read_manifest(path)
         shared = ids & {row["id"] for row in manifest["photos"]}
         if manifest["role"] == "evaluation" and shared:
             raise UserError(

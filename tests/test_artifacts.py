@@ -383,3 +383,30 @@ def test_values_become_plain_json() -> None:
     value = {"p": Path("a/b"), 3: (1, [Line(1, "x")])}
     wanted = {"p": "a/b", "3": [1, [{"id": 1, "text": "x", "country": None}]]}
     assert json.loads(json.dumps(artifacts.plain(value))) == wanted
+
+
+def test_a_start_that_failed_does_not_lock_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    artifacts.claim(path, {"model": "typo"})
+    artifacts.claim(path, {"model": "right"}, holds_work=False)
+    with pytest.raises(UserError, match=r"sampling\.n was None and is now 4"):
+        artifacts.claim(path, {"model": "right", "sampling": {"n": 4}})
+
+
+def test_an_output_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(UserError, match="cannot be written"),
+        artifacts.run_lock(tmp_path / "file/out"),
+    ):
+        pytest.fail("locked")
+
+
+def test_a_retrained_folder_is_another_model(tmp_path: Path) -> None:
+    assert artifacts.folder_fingerprint("Qwen/Qwen3-VL-4B-Instruct") is None
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    first = artifacts.folder_fingerprint(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("x")
+    second = artifacts.folder_fingerprint(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"2")
+    assert len({first, second, artifacts.folder_fingerprint(str(tmp_path))}) == 3

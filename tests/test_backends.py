@@ -187,3 +187,14 @@ def test_the_random_baseline_is_seeded_by_photo(photos: list[Photo]) -> None:
     forward = backend.generate(photos, Sampling(seed=1))
     assert backend.generate(photos[::-1], Sampling(seed=1))[::-1] == forward
     assert backend.generate(photos, Sampling(seed=2)) != forward
+
+
+def test_a_photo_that_is_gone_or_damaged_is_one_sentence(
+    tiny: Path, photos: list[Photo], tmp_path: Path
+) -> None:
+    backend = open_tiny(tiny)
+    cut = tmp_path / "cut.jpg"
+    cut.write_bytes(b"text")
+    for path, reason in ((tmp_path / "gone.jpg", "No such file"), (cut, "not an image")):
+        with pytest.raises(UserError, match=f"{reason}.*prepare_data.py again"):
+            backend.generate([Photo("x", path, 0.0, 0.0, "KE")], GREEDY)

@@ -112,7 +112,7 @@ def test_a_mistake_is_one_sentence_and_a_bug_a_traceback(
         run_script(bug)
     with pytest.raises(SystemExit) as ended:
         run_script(stop)
-    assert ended.value.code == 130 and "the same command continues" in capsys.readouterr().err
+    assert ended.value.code == 130 and "again to continue" in capsys.readouterr().err
 
 
 def test_a_real_process_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Configs: what the YAML files hold is what the phases get, and a mistake is one sentence."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from geoguessr_rl import config
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.config import (
+    CONFIGS,
     DataConfig,
     EvalConfig,
     FilterConfig,
@@ -286,3 +288,22 @@ def test_knots_come_out_of_yaml_as_they_stand_there(tmp_path: Path) -> None:
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         RewardConfig().shape = "geoscore"
+
+
+@pytest.mark.parametrize("value", ["true", "0", "-1", "1.5"])
+def test_a_count_is_a_positive_whole_number(value: str) -> None:
+    with pytest.raises(UserError, match=r"limit = .* is wrong"):
+        load(EvalConfig, CONFIGS / "eval.yaml", overrides=[f"limit={value}"])
+
+
+@pytest.mark.parametrize("name", ["../else", "a/b", "", "."])
+def test_a_run_name_stays_inside_its_folder(name: str) -> None:
+    with pytest.raises(UserError, match=f"--run_name {re.escape(name)} is wrong"):
+        load(EvalConfig, CONFIGS / "eval.yaml", flags={"run_name": name})
+
+
+def test_an_image_policy_that_no_photo_can_satisfy_is_refused() -> None:
+    with pytest.raises(UserError, match="min_pixels 900000 exceeds max_pixels"):
+        load(DataConfig, CONFIGS / "data.yaml", overrides=["image.min_pixels=900000"])
+    with pytest.raises(UserError, match="long_edge and multiple allow"):
+        load(DataConfig, CONFIGS / "data.yaml", overrides=["image.long_edge=320"])

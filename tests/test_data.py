@@ -541,17 +541,20 @@ def manifest(photos: list[tuple[str, float, float, str]], **hashes: str) -> dict
     return data.build_manifest("s", "train", table, sha256, image_policy={}, source="x")
 
 
-def test_a_fingerprint_goes_by_photos_labels_and_bytes_and_not_by_order() -> None:
+def test_a_fingerprint_goes_by_photos_labels_bytes_and_order() -> None:
+    # The order decides blocks, a limit's prefix and the order of training.
     one = manifest(PHOTOS)
-    assert manifest(PHOTOS[::-1])["fingerprint"] == one["fingerprint"]
+    assert manifest(PHOTOS)["fingerprint"] == one["fingerprint"]
+    assert one["photos"] == sorted(one["photos"], key=lambda row: row["id"])
     assert one["rows"] == 3 and one["role"] == "train"
     others = [
+        manifest(PHOTOS[::-1]),
         manifest(PHOTOS[:2]),
         manifest([*PHOTOS[:2], ("3", 5.0, 6.1, "DE")]),
         manifest([*PHOTOS[:2], ("3", 5.0, 6.0, "AT")]),
         manifest(PHOTOS, **{"3": "1"}),
     ]
-    assert len({item["fingerprint"] for item in [one, *others]}) == 5
+    assert len({item["fingerprint"] for item in [one, *others]}) == 6
 
 
 def test_an_evaluation_split_may_not_be_trained_on(
@@ -618,3 +621,21 @@ def test_make_rows_keeps_its_promise_of_distance() -> None:
     assert len(set(points)) == 60
     near = min(haversine_km(*a, *b) for n, a in enumerate(points) for b in points[:n])
     assert near > 100
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"rows": 3}', "{"])
+def test_a_damaged_manifest_is_one_sentence(
+    tmp_path: Path, make_split: Callable[..., Path], text: str
+) -> None:
+    make_split(tmp_path, PHOTOS)
+    data.manifest_path(tmp_path, "eval_osv").write_text(text)
+    with pytest.raises(UserError, match=r"prepare_data\.py first"):
+        data.load_split(tmp_path, "eval_osv")
+
+
+def test_a_cut_parquet_is_one_sentence(tmp_path: Path, make_split: Callable[..., Path]) -> None:
+    make_split(tmp_path, PHOTOS)
+    path = tmp_path / "eval_osv.parquet"
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UserError, match="is no whole parquet file"):
+        data.load_split(tmp_path, "eval_osv")

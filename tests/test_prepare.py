@@ -503,3 +503,19 @@ def test_a_csv_in_any_order_prepares_the_same_split(
     assert (again.output_dir / "eval_osv.manifest.json").read_bytes() == (
         config.output_dir / "eval_osv.manifest.json"
     ).read_bytes()
+
+
+def test_splits_made_under_other_rules_are_not_mixed(
+    osv_folder: OsvFolder, data_config: MakeConfig
+) -> None:
+    root = osv_folder(make_rows(COUNTRIES), train=make_rows(COUNTRIES, prefix="t"))
+    config = data_config(root)
+    prepare.run(config)
+    first = tree(config.output_dir)
+    prepare.run(config)
+    assert tree(config.output_dir) == first
+    with pytest.raises(UserError, match=r"holds another run: eval\.size was 1000 and is now 2"):
+        prepare.run(data_config(root, size=2))
+    assert tree(config.output_dir) == first
+    # A limit is the same run, cut short.
+    prepare.run(config.model_copy(update={"limit": 2}))

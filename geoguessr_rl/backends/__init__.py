@@ -8,8 +8,11 @@ each. It does not parse, score, cut into blocks or write files.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from PIL import Image
+
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.config import Generation, Model
+from geoguessr_rl.images import BadImageError, open_upright
 from geoguessr_rl.prompt import ANSWER_CLOSE, PromptStyle, build_messages
 from geoguessr_rl.records import Completion, Photo, Sampling
 
@@ -34,6 +37,15 @@ class Backend(Protocol):
         With `adapter=False` the base model answers, where an adapter is loaded.
         """
         ...
+
+
+def open_photo(photo: Photo) -> Image.Image:
+    """Returns a prepared photo; raises UserError when its file is gone or damaged."""
+    try:
+        return open_upright(photo.path)
+    except (OSError, BadImageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{photo.path}: {reason}; run scripts/prepare_data.py again") from None
 
 
 def chat_messages(style: PromptStyle) -> list[dict[str, Any]]:

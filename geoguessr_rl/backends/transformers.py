@@ -14,9 +14,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from geoguessr_rl.artifacts import seed_for
-from geoguessr_rl.backends import chat_messages, models
+from geoguessr_rl.backends import chat_messages, models, open_photo
 from geoguessr_rl.config import Generation, Model
-from geoguessr_rl.images import open_upright
 from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, Photo, Sampling
 
@@ -66,7 +65,7 @@ class TransformersBackend:
 
     def _inputs(self, photos: Sequence[Photo]) -> Any:
         """Returns the model's inputs for a batch, padded on the left."""
-        images = [open_upright(photo.path) for photo in photos]
+        images = [open_photo(photo) for photo in photos]
         inputs = self._processor(
             text=[self._prompt] * len(photos),
             images=images,

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from geoguessr_rl.artifacts import UserError, read_json, seed_for
-from geoguessr_rl.backends import chat_messages, models
+from geoguessr_rl.backends import chat_messages, models, open_photo
 from geoguessr_rl.backends.stack import prepare_cpu_engine
 from geoguessr_rl.config import Generation, Model
-from geoguessr_rl.images import open_upright
 from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, FinishReason, Photo, Sampling
 
@@ -77,7 +76,7 @@ class VllmBackend:
 
         Suffixes are token ids that stand behind the prompt as the answer's beginning.
         """
-        images = [open_upright(photo.path) for photo in photos]
+        images = [open_photo(photo) for photo in photos]
         prompts = [
             {
                 "prompt_token_ids": self._prompt_ids + list(suffix),

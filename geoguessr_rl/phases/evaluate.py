@@ -60,7 +60,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
             "run": described,
             "allow_base_mismatch": config.allow_base_mismatch,
         }
-        if artifacts.read_rows(out / artifacts.PREDICTIONS, Prediction)[len(rows) :]:
+        longer = artifacts.read_rows(out / artifacts.PREDICTIONS, Prediction)[len(rows) :]
+        if longer and (out / artifacts.METRICS).is_file():
             print(f"{out / artifacts.METRICS} keeps the figures of the longer run")
         else:
             artifacts.write_json(out / artifacts.METRICS, metrics)

@@ -154,9 +154,7 @@ def _publish(
     table = order.join(frame.with_columns(stem), on="id", how="left", maintain_order="left").select(
         *frame.columns, "mean_reward", "std_reward", "country_hits"
     )
-    manifest = artifacts.read_json(
-        data.manifest_path(data_dir, pool.name), remedy=data.PREPARE_REMEDY
-    )
+    manifest = data.read_manifest(data.manifest_path(data_dir, pool.name))
     sha256 = {row["id"]: row["sha256"] for row in manifest["photos"]}
     artifacts.write_parquet(data_dir / f"{OUTPUT_SPLIT}.parquet", table)
     built = data.build_manifest(

@@ -153,6 +153,10 @@ def run(config: DataConfig) -> dict[str, Any]:
         labels, members, counts = load_labels(config, "test")
         # Read before anything is written, so that a cut train zip costs no minutes.
         train = load_labels(config, "train") if config.limit is None else None
+        # Splits that were made under other rules would survive beside the new ones.
+        identity = config.model_dump(mode="json", exclude={"output_dir", "limit"})
+        prepared = any(out.glob("*.manifest.json"))
+        artifacts.claim(out / artifacts.IDENTITY, identity, holds_work=prepared)
         shares = labels.rows["country_iso2"].value_counts(sort=True)
         total = labels.rows.height
         share = {code: count / total for code, count in sorted(shares.iter_rows())}
@@ -176,7 +180,7 @@ def run(config: DataConfig) -> dict[str, Any]:
                 table,
                 photos.sha256,
                 image_policy=config.image.model_dump(),
-                source=str(config.source.revision or config.source.repo),
+                source=str(config.source.root or config.source.repo),
                 **extra,
             )
             artifacts.write_json(data.manifest_path(out, name), manifest)

@@ -234,6 +234,8 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
 
     import torch
 
+    if (config.seconds_per_step is None) != (config.budget_hours is None):
+        raise UserError("--seconds_per_step and --budget_hours go together; give both or neither")
     no_gpu = not torch.cuda.is_available()
     args = build_args(trainer_section, use_cpu=no_gpu)
     if config.dry_run:
