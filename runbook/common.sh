@@ -18,9 +18,14 @@ find_uv() {
     return
   fi
   if [ ! -x "$ROOT/.uv/bin/uv" ]; then
-    local python
-    python="$(command -v python3.13 || command -v python3.12 || command -v python3.11 ||
-      command -v python3)" || fail "no python3 found; install Python 3.11 or newer"
+    local candidate python=""
+    for candidate in python3 python3.13 python3.12 python3.11; do
+      if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        python="$candidate"
+        break
+      fi
+    done
+    [ -n "$python" ] || fail "no Python 3.11 or newer found; install one, or uv itself"
     "$python" -m venv "$ROOT/.uv" >&2 ||
       fail "python3 cannot make a virtual environment; install python3-venv, or uv itself"
     "$ROOT/.uv/bin/python" -m pip install --quiet uv >&2 ||
