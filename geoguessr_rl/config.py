@@ -74,8 +74,8 @@ class Source(Section):
     root: Path | None = None
     repo: str = "osv5m/osv5m"
     revision: str | None = None
-    train: list[int] = [0, 1]
-    test: list[int] = [0]
+    train: Annotated[list[int], Field(min_length=1)] = [0, 1]
+    test: Annotated[list[int], Field(min_length=1)] = [0]
 
 
 class TrainPool(Section):

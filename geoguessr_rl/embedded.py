@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
+from tqdm import tqdm
 
 from geoguessr_rl.prompt import PROMPT_STYLES, build_messages, format_completion
 
@@ -397,7 +398,7 @@ def _draw_split(root: Path, split: str, count: int, seed: int) -> None:
     order = list(COUNTRIES)
     rows = []
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as photos:
-        for index in range(count):
+        for index in tqdm(range(count), desc=f"draw {split}", unit="photo", mininterval=1):
             rng = random.Random(f"{seed}/{split}/{index}")
             row = _row(order[index % len(order)], rng)
             data = io.BytesIO()

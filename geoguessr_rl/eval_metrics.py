@@ -186,7 +186,7 @@ def _weighted_geoscore(
 
 
 def _best_of_k(rows: Sequence[Prediction]) -> dict[str, float | None]:
-    photos = _by_photo(rows).values()
+    photos = by_photo(rows).values()
     return {
         name: _mean(max(map(_MEANS[name], photo)) for photo in photos)
         for name in ("mean_geoscore", "country_acc")
@@ -423,11 +423,12 @@ def largest_changes(
     return gains[:k], losses[:k]
 
 
-def _by_photo(rows: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+def by_photo(rows: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """Groups rows by photo, in the order of ids."""
     photos: dict[str, list[Prediction]] = defaultdict(list)
     for row in rows:
         photos[row.id].append(row)
-    return photos
+    return dict(sorted(photos.items()))
 
 
 def _aligned(
@@ -437,7 +438,7 @@ def _aligned(
     for name, rows in (("first", before), ("second", after)):
         if errors := sum(row.outcome == "error" for row in rows):
             raise ValueError(f"the {name} run is incomplete: {errors} rows are transport errors")
-    old, new = _by_photo(before), _by_photo(after)
+    old, new = by_photo(before), by_photo(after)
     if differing := old.keys() ^ new.keys():
         raise ValueError(
             f"{len(differing)} photos are in one of the two runs only, such as {min(differing)!r}"

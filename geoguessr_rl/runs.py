@@ -6,8 +6,7 @@ comparison says is `eval_metrics`' work.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,11 +131,3 @@ def load_pair(base_folder: Path, tuned_folder: Path) -> tuple[Run, Run, data.Spl
     for run in (base, tuned):
         require_stored_metrics(run, split.country_share)
     return base, tuned, split
-
-
-def by_photo(rows: Iterable[Prediction]) -> dict[str, list[Prediction]]:
-    """Groups rows by photo, in the order of ids."""
-    photos: dict[str, list[Prediction]] = defaultdict(list)
-    for row in rows:
-        photos[row.id].append(row)
-    return dict(sorted(photos.items()))

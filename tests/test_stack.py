@@ -250,11 +250,15 @@ def test_generation_kwargs_hold_no_seed(trainer: Any) -> None:
     assert "seed" not in trainer.args.generation_kwargs
 
 
-def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack.require_known_trl()
-    monkeypatch.setattr(stack, "version", lambda name: "1.17.0")
-    with pytest.raises(UserError, match="the remedies in"):
-        stack.require_known_trl()
+def test_another_trl_or_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack.require_known_stack(use_vllm=True)
+    monkeypatch.setattr(stack, "KNOWN_VLLM", "0.32.")
+    stack.require_known_stack(use_vllm=False)
+    with pytest.raises(UserError, match=r"vllm 0\.31\.0.* is installed and the remedies in"):
+        stack.require_known_stack(use_vllm=True)
+    monkeypatch.setattr(stack, "KNOWN_TRL", "1.17.")
+    with pytest.raises(UserError, match=r"are for 1\.17\.x"):
+        stack.require_known_stack(use_vllm=False)
 
 
 def test_collapse_keeps_one_pad_a_run() -> None:

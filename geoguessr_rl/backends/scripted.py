@@ -1,7 +1,7 @@
 """Completions without a model: given answers for tests, and the baselines that need no GPU.
 
-`constant` always names one place, `random_land` a random city-sized spot in a random country of a
-short list of large ones, and a JSON file maps photo ids (or `*`) to completions.
+`constant` always names one place, `random_land` one of a few places that spread over the inhabited
+land, and a JSON file maps photo ids (or `*`) to completions.
 """
 
 import random

@@ -12,14 +12,14 @@
 5. A sampled vision token crashes the step ("image features and image tokens do not match").
 
 Each remedy has a check at run time, so that an upstream fix or a new fault is heard. They were
-written for one minor version of TRL, which `require_known_trl` insists on.
+written for one minor version of TRL and vLLM, on which `require_known_stack` insists.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.models import check_image_tokens
 
-KNOWN_TRL = "1.16."
+KNOWN_TRL, KNOWN_VLLM = "1.16.", "0.31."
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 NEVER = -100.0
 """Logit bias that keeps a token from being sampled."""
@@ -38,14 +38,17 @@ class StackFaultError(RuntimeError):
     """A fault of the libraries underneath that would spoil the run; never to be caught."""
 
 
-def require_known_trl() -> None:
-    """Raises UserError when the installed TRL is not the one that the remedies were written for."""
-    found = version("trl")
-    if not found.startswith(KNOWN_TRL):
-        raise UserError(
-            f"trl {found} is installed and the remedies in stack.py are for trl {KNOWN_TRL}x; "
-            "install from the lock file"
-        )
+def require_known_stack(*, use_vllm: bool) -> None:
+    """Raises UserError when other versions are installed than the remedies were written for."""
+    known = {"trl": KNOWN_TRL} | ({"vllm": KNOWN_VLLM} if use_vllm else {})
+    for package, wanted in known.items():
+        names = (package, f"{package}-cpu")
+        found = [dist.version for name in names for dist in distributions(name=name)]
+        if not found or not found[0].startswith(wanted):
+            raise UserError(
+                f"{package} {found[0] if found else '(none)'} is installed and the remedies in "
+                f"stack.py are for {wanted}x; install from the lock file"
+            )
 
 
 def prepare_cpu_engine() -> None:

@@ -22,6 +22,7 @@ from geoguessr_rl.charts import chart, running_mean
 from geoguessr_rl.countries import CODES, name_of
 from geoguessr_rl.eval_metrics import (
     Comparison,
+    by_photo,
     compute_metrics,
     largest_changes,
     paired_bootstrap,
@@ -30,7 +31,7 @@ from geoguessr_rl.eval_metrics import (
 )
 from geoguessr_rl.records import Photo
 from geoguessr_rl.reward import GEOSCORE_MAX
-from geoguessr_rl.runs import Run, by_photo, load_pair
+from geoguessr_rl.runs import Run, load_pair
 
 RESAMPLES = 10_000
 LISTED = 10  # rows of the lists of countries

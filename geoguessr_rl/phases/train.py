@@ -118,6 +118,8 @@ def build_args(trainer: Mapping[str, Any], *, use_cpu: bool) -> Any:
             f"completions a step ({args.per_device_train_batch_size} x "
             f"{args.gradient_accumulation_steps} x {args.world_size} processes); mend one of them"
         )
+    if args.deepspeed or args.fsdp:
+        raise UserError("trainer.deepspeed and trainer.fsdp shard what the weight sync needs whole")
     every = steps_a_generation(args)
     if args.save_strategy != "no" and args.save_steps % every:
         raise UserError(
@@ -228,8 +230,8 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     """
     from geoguessr_rl.backends import stack
 
-    stack.require_known_trl()
     trainer_section = check_trainer_keys(config.trainer, source)
+    stack.require_known_stack(use_vllm=bool(trainer_section.get("use_vllm")) and not config.dry_run)
     stack.require_token_level_correction(trainer_section)
 
     import torch
