@@ -160,9 +160,7 @@ def _read_text_columns(path: Path) -> pl.DataFrame:
         raise UserError(f"{path} is empty: no column 'id' was found; download again") from None
     except pl.exceptions.ComputeError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{path} is no well-formed UTF-8 CSV ({reason}); download again"
-        ) from None
+        raise UserError(f"{path} is no well-formed UTF-8 CSV ({reason}); download again") from None
     return frame.with_columns(
         pl.lit(None, dtype=pl.String).alias(name) for name in needed if name not in found
     )

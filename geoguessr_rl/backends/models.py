@@ -79,6 +79,9 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
     )
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -340,7 +340,7 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
     columns = data.training_columns(order, config.prompt.style)
     dataset = Dataset.from_dict(columns).cast_column("image", Image())
     model = models.load_model(config.model, str(args.device))
-    models.adapted_modules(model, config.lora)
+    models.adapted_modules(model, config.lora)  # refuses before an engine takes minutes to start
     with stack.engine_like_trainer(model.dtype, on_cpu=on_cpu):
         trainer = GRPOTrainer(
             model=model,
