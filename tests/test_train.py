@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from geoguessr_rl import data, embedded
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import models
 from geoguessr_rl.config import CONFIGS, DataConfig, GrpoConfig, load
-from geoguessr_rl.phases import prepare
+from geoguessr_rl.phases import prepare, train
 from geoguessr_rl.records import Photo
-
-torch = pytest.importorskip("torch", reason="the train extra is not installed")
-from safetensors.torch import load_file  # noqa: E402
-
-from geoguessr_rl.backends import models  # noqa: E402
-from geoguessr_rl.phases import train  # noqa: E402
 
 GRPO = CONFIGS / "grpo.yaml"
 

@@ -54,7 +54,6 @@ def test_a_hot_spot_outside_the_data_is_refused() -> None:
 
 
 def test_steps_teach_and_a_finished_warm_up_is_not_repeated(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the train extra is not installed")
     from geoguessr_rl.backends import models
 
     embedded.draw_world(tmp_path / "world", train=24, test=12, seed=0)
