@@ -14,7 +14,7 @@ from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import chat_messages, models, open_backend, probe_adapter
 from geoguessr_rl.backends.transformers import GumbelNoise, TransformersBackend
 from geoguessr_rl.config import Generation, Lora, Model
-from geoguessr_rl.records import Photo, Sampling
+from geoguessr_rl.records import Completion, Photo, Sampling
 
 SAMPLED = Sampling(n=2, temperature=1.0, top_p=0.95, max_tokens=10, seed=3)
 GREEDY = Sampling(max_tokens=10)
@@ -196,3 +196,25 @@ def test_a_photo_that_is_gone_or_damaged_is_one_sentence(
     for path, reason in ((tmp_path / "gone.jpg", "No such file"), (cut, "not an image")):
         with pytest.raises(UserError, match=f"{reason}.*prepare_data.py again"):
             backend.generate([Photo("x", path, 0.0, 0.0, "KE")], GREEDY)
+
+
+class Noisy:
+    """A backend whose answers move by chance from one request to the next, as a GPU's may."""
+
+    def __init__(self, noise: float, change: float) -> None:
+        self._noise, self._change, self._requests = noise, change, 0
+
+    def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
+        raise AssertionError("the probe generates nothing")
+
+    def logprobs(
+        self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
+    ) -> list[list[float]]:
+        self._requests += 1
+        return [[-1.0 - self._noise * self._requests - (self._change if adapter else 0.0)]]
+
+
+def test_chance_is_not_taken_for_an_adapter(photos: list[Photo]) -> None:
+    assert probe_adapter(Noisy(noise=0.01, change=0.5), photos[0]) > 0.4
+    with pytest.raises(UserError, match="changes nothing"):
+        probe_adapter(Noisy(noise=0.01, change=0.0), photos[0])

@@ -307,3 +307,8 @@ def test_an_image_policy_that_no_photo_can_satisfy_is_refused() -> None:
         load(DataConfig, CONFIGS / "data.yaml", overrides=["image.min_pixels=900000"])
     with pytest.raises(UserError, match="long_edge and multiple allow"):
         load(DataConfig, CONFIGS / "data.yaml", overrides=["image.long_edge=320"])
+
+
+def test_a_source_without_zips_is_refused() -> None:
+    with pytest.raises(UserError, match=r"source\.test = \[\] is wrong"):
+        load(DataConfig, CONFIGS / "data.yaml", overrides=["source.test=[]"])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import models
+from geoguessr_rl.backends.vllm import reserved_rank
 from geoguessr_rl.config import Lora, Model
 
 SAMPLE = prompt.format_completion("Kenya", -0.3, 37.0, clues="Red soil, palms.", style="think")
@@ -228,3 +229,14 @@ def test_a_resized_photo_is_refused() -> None:
     models.check_image_tokens([15, 12], [(160, 96), (128, 96)])
     with pytest.raises(UserError, match="became 14 visual tokens instead of 15"):
         models.check_image_tokens([14], [(160, 96)])
+
+
+@pytest.mark.parametrize(("rank", "reserved"), [(4, 8), (8, 8), (33, 64), (512, 512)])
+def test_vllm_reserves_the_smallest_rank_that_fits(
+    tmp_path: Path, rank: int, reserved: int
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    assert reserved_rank(tmp_path) == reserved
+    (tmp_path / "adapter_config.json").write_text('{"r": 513}')
+    with pytest.raises(UserError, match="serves 512 at most"):
+        reserved_rank(tmp_path)

@@ -59,6 +59,7 @@ def test_a_batch_that_groups_do_not_divide_is_refused_with_trls_sentence() -> No
         ("generation_batch_size=40", "no multiple of the completions a step"),
         ("generation_batch_size=16", "no multiple of the completions a step"),
         ("save_steps=25", "no multiple of 2, the steps between"),
+        ("fsdp=full_shard", "shard what the weight sync needs whole"),
     ],
 )
 def test_keys_that_break_a_resume_or_the_reward_are_refused(override: str, message: str) -> None:
