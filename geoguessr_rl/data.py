@@ -1,20 +1,19 @@
-"""OSV-5M as tables: locate, check, join, draw, cap, and keep train away from evaluation.
+"""Which photos are learned and which are measured: draws, caps, contamination, frozen splits.
 
-Selection works on CSV rows and zip directories alone, so that only the chosen photos are ever
-decoded. Every row that is left out is counted under a reason. Reading and writing the chosen
-photos is `phases/prepare.py`'s work; the splits that it writes are read back here.
+Selection works on labels alone, so that only the chosen photos are ever decoded. `sources.py` reads
+the labels, `phases/prepare.py` writes the chosen photos, and the splits that it writes are read
+back here.
 """
 
+import hashlib
+import math
 import random
-import re
-import struct
-import zipfile
-import zlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain, count, islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,57 +21,22 @@ import polars as pl
 from scipy.spatial import cKDTree
 
 from geoguessr_rl.artifacts import UserError, fingerprint, read_json, seed_for
-from geoguessr_rl.config import Source
-from geoguessr_rl.countries import label_iso2
-from geoguessr_rl.images import SUFFIXES
+from geoguessr_rl.config import TrainPool
 from geoguessr_rl.prompt import PromptStyle, build_messages
-from geoguessr_rl.records import OPTIONAL_COLUMNS, PHOTO_SCHEMA, Photo
+from geoguessr_rl.records import OPTIONAL_COLUMNS, PHOTO_SCHEMA, Photo, Place
 from geoguessr_rl.reward import EARTH_RADIUS_KM
 
 Role = Literal["train", "evaluation"]
 
-REQUIRED_COLUMNS = ("id", "latitude", "longitude", "country")
-CSV_COLUMNS = {  # OSV-5M's name -> ours
-    "region": "region",
-    "sub-region": "sub_region",
-    "city": "city",
-    "sequence": "sequence",
-    "creator_username": "creator",
-}
-SAFE_ID = re.compile(r"[A-Za-z0-9_-]+")
-FLOAT_ID = r"^\d+(\.\d*|(\.\d+)?[eE][+-]?\d+)$"
-# What zipfile raises on damaged archives and entries.
-ZIP_ERRORS = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, NotImplementedError,
-    RuntimeError, ValueError, LookupError,
-)  # fmt: skip
-MANIFEST_KEYS = {"split", "role", "source", "rows", "image", "fingerprint", "photos"}
+DENSITY_BINS = 100
+DENSITY_POWER = 0.75
+"""OSV-5M's authors draw a photo with weight 1 / n^0.75, n the photos in its cell of a grid of
+100 × 100 over latitude and longitude (https://arxiv.org/abs/2404.18873)."""
+
+MANIFEST_KEYS = {
+    "split", "role", "dataset", "rows", "image", "fingerprint", "photos", "publishable",
+}  # fmt: skip
 PREPARE_REMEDY = "run scripts/prepare_data.py first"
-
-
-@dataclass(frozen=True)
-class Member:
-    """One photo inside a zip."""
-
-    archive: Path
-    name: str
-
-
-@dataclass(frozen=True)
-class Labels:
-    """The usable rows of a CSV, and why the others are not.
-
-    Attributes:
-        rows: Columns of `PHOTO_SCHEMA` less `image_path`, plus `id`; sorted by id.
-        total: Rows in the file.
-        dropped: Rows by reason; `rows.height + sum(dropped.values()) == total`.
-        repaired: Labels that were mended, by what was mended.
-    """
-
-    rows: pl.DataFrame
-    total: int
-    dropped: dict[str, int]
-    repaired: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -85,138 +49,14 @@ class Split:
     fingerprint: str
     image_policy: dict[str, Any]
     country_share: dict[str, float]
+    publishable: bool
 
-
-def locate(source: Source, split: Literal["train", "test"]) -> tuple[Path, list[Path]]:
-    """Returns the CSV and the zips of one OSV-5M split.
-
-    Raises:
-        UserError: `source.root` is not set, or a file is missing there.
-    """
-    if source.root is None:
-        raise UserError(
-            "source.root is not set; give the folder that holds OSV-5M's test.csv and images/ "
-            "with --source or in configs/data.yaml"
-        )
-    wanted = source.train if split == "train" else source.test
-    table = source.root / f"{split}.csv"
-    archives = [source.root / "images" / split / f"{number:02d}.zip" for number in wanted]
-    for path in [table, *archives]:
-        if not path.is_file():
-            raise UserError(f"{path} does not exist; check source.root and source.{split}")
-    return table, archives
-
-
-def list_members(archives: Sequence[Path]) -> tuple[dict[str, Member], dict[str, int]]:
-    """Maps each photo's id to its place in the zips.
-
-    Args:
-        archives: Zip files; the first that holds an id wins.
-
-    Returns:
-        The members by id (the stem of the entry's basename), and entries left out by reason.
-
-    Raises:
-        UserError: A file is not a whole zip.
-    """
-    members: dict[str, Member] = {}
-    ignored: Counter[str] = Counter()
-    for archive in archives:
-        try:
-            with zipfile.ZipFile(archive) as file:
-                entries = [info for info in file.infolist() if not info.is_dir()]
-            if any(info.header_offset < 0 for info in entries):
-                raise zipfile.BadZipFile("a piece is missing before the directory")
-        except ZIP_ERRORS:
-            raise UserError(
-                f"{archive} ({archive.stat().st_size} bytes) is not a whole zip; download again"
-            ) from None
-        for info in sorted(entries, key=lambda info: info.filename):
-            path = PurePosixPath(info.filename.replace("\\", "/"))
-            if "__MACOSX" in path.parts or path.name.startswith("."):
-                ignored["junk_entry"] += 1
-            elif path.suffix.lower() not in SUFFIXES or not SAFE_ID.fullmatch(path.stem):
-                ignored["not_a_photo_entry"] += 1
-            elif path.stem in members:
-                ignored["duplicate_entry"] += 1
-            else:
-                members[path.stem] = Member(archive, info.filename)
-    return members, dict(ignored)
-
-
-def _read_text_columns(path: Path) -> pl.DataFrame:
-    """Reads the needed columns of a CSV by name, all as text."""
-    needed = [*REQUIRED_COLUMNS, *CSV_COLUMNS]
-    try:
-        lazy = pl.scan_csv(path, infer_schema=False)
-        found = lazy.collect_schema().names()
-        missing = [name for name in REQUIRED_COLUMNS if name not in found]
-        if missing:
-            raise UserError(
-                f"{path} has no column {missing[0]!r}; its first line is {','.join(found)[:200]}"
-            )
-        frame = lazy.select(name for name in needed if name in found).collect()
-    except pl.exceptions.NoDataError:
-        raise UserError(f"{path} is empty: no column 'id' was found; download again") from None
-    except pl.exceptions.ComputeError as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is no well-formed UTF-8 CSV ({reason}); download again") from None
-    return frame.with_columns(
-        pl.lit(None, dtype=pl.String).alias(name) for name in needed if name not in found
-    )
-
-
-def _refuse_rows(path: Path, frame: pl.DataFrame, column: str, bad: pl.Expr, why: str) -> None:
-    """Raises UserError that names file, row and column of the first bad cell."""
-    rows = frame.with_row_index("row", offset=2).filter(bad)
-    if rows.height:
-        first = rows.row(0, named=True)
-        raise UserError(f"{path}, row {first['row']}, column {column!r}: {first[column]!r} {why}")
-
-
-def read_labels(path: Path, ids: Collection[str]) -> Labels:
-    """Reads the rows of a CSV that have a photo, and counts the others by reason.
-
-    Args:
-        path: `train.csv` or `test.csv`.
-        ids: Ids of the photos at hand.
-
-    Raises:
-        UserError: The file is not such a CSV, an id was written as a float, or a coordinate is
-            text.
-    """
-    frame = _read_text_columns(path)
-    total = frame.height
-    _refuse_rows(
-        path, frame, "id", pl.col("id").str.contains(FLOAT_ID), "is a float; ids must be text"
-    )
-    for column in ("latitude", "longitude"):
-        number = pl.col(column).str.strip_chars().cast(pl.Float64, strict=False)
-        text = number.is_null() & (pl.col(column).str.strip_chars() != "")
-        _refuse_rows(path, frame, column, text, "is not a number")
-        frame = frame.with_columns(number)
-
-    dropped: dict[str, int] = {}
-
-    def keep(reason: str, condition: pl.Expr) -> None:
-        nonlocal frame
-        kept = frame.filter(condition.fill_null(False))
-        dropped[reason] = frame.height - kept.height
-        frame = kept
-
-    keep("no_id", pl.col("id").is_not_null())
-    keep("no_photo", pl.col("id").is_in(list(ids)))
-    keep("duplicate_id", pl.col("id").is_first_distinct())
-    in_range = pl.col("latitude").is_between(-90, 90) & pl.col("longitude").is_between(-180, 180)
-    keep("bad_coordinates", in_range)
-    keep("null_island", (pl.col("latitude") != 0) | (pl.col("longitude") != 0))
-    raw = frame["country"]
-    codes = [label_iso2(*pair) for pair in zip(raw, frame["city"], strict=True)]
-    mended = sum(code == "NA" != label for code, label in zip(codes, raw, strict=True))
-    frame = frame.with_columns(pl.Series("country_iso2", codes, dtype=pl.String))
-    keep("no_country", pl.col("country_iso2").is_not_null())
-    rows = frame.rename(CSV_COLUMNS).select("id", *list(PHOTO_SCHEMA)[1:]).sort("id")
-    return Labels(rows, total, dropped, {"namibia": mended})
+    def places(self) -> dict[str, Place]:
+        """Returns each photo's administrative names, by its id."""
+        return {
+            photo.id: Place(photo.country_iso2, photo.region, photo.sub_region, photo.city)
+            for photo in self.photos
+        }
 
 
 def _by_country(rows: pl.DataFrame, seed: int) -> dict[str, list[str]]:
@@ -262,14 +102,70 @@ def draw_rounds(
     }
 
 
-def draw_capped(
-    rows: pl.DataFrame, *, cap: int, seed: int
+def density_weights(latitude: np.ndarray, longitude: np.ndarray) -> np.ndarray:
+    """Returns each photo's weight by the density around it, shape (n,); see `DENSITY_POWER`."""
+    bins = [
+        np.clip((values - low) * DENSITY_BINS / span, 0, DENSITY_BINS - 1).astype(int)
+        for values, low, span in ((latitude, -90, 180), (longitude, -180, 360))
+    ]
+    _, cell, photos = np.unique(
+        bins[0] * DENSITY_BINS + bins[1], return_inverse=True, return_counts=True
+    )
+    return photos[cell] ** -DENSITY_POWER
+
+
+def _rank_weighted(rows: pl.DataFrame, weights: np.ndarray, seed: int) -> list[str]:
+    """Returns every id in the order of a draw without replacement, by weight.
+
+    Each id races with an exponential clock of its weight, seeded by the id itself, so that neither
+    the order of the rows nor the machine matters. (Efraimidis and Spirakis, 2006.)
+    """
+
+    def uniform(identifier: str) -> float:
+        digest = hashlib.sha256(f"{seed}:{identifier}".encode()).digest()
+        return (int.from_bytes(digest[:6], "big") + 0.5) / 2**48
+
+    clock = {
+        identifier: -math.log(uniform(identifier)) / weight
+        for identifier, weight in zip(rows["id"], weights, strict=True)
+    }
+    return sorted(clock, key=lambda identifier: (clock[identifier], identifier))
+
+
+def draw_train(
+    rows: pl.DataFrame, rules: TrainPool, *, seed: int
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Draws at most `cap` ids a country; returns them shuffled, and each country's spares."""
-    groups = _by_country(rows, seed)
-    drawn = [identifier for ids in groups.values() for identifier in ids[:cap]]
+    """Draws train ids.
+
+    Args:
+        rows: Candidates with `id`, `country_iso2`, `latitude`, `longitude`.
+        rules: How to draw, see `TrainPool`.
+        seed: Decides every order.
+
+    Returns:
+        The drawn ids, shuffled, and each country's ids that were not drawn, in the order in which
+        they stand in for a photo that turns out unfit.
+    """
+    if rules.sampling == "cap":
+        order = [(country, ids, rules.cap) for country, ids in _by_country(rows, seed).items()]
+        drawn = [identifier for _, ids, cap in order for identifier in ids[:cap]]
+        spares = {country: ids[cap:] for country, ids, cap in order}
+    else:
+        rows = rows.sort("id")
+        points = rows["latitude"].to_numpy(), rows["longitude"].to_numpy()
+        weights = (
+            density_weights(*points)
+            if rules.sampling == "inverse_density"
+            else np.ones(rows.height)
+        )
+        ranked = _rank_weighted(rows, weights, seed)
+        drawn = ranked[: rules.size]
+        country_of = dict(rows.select("id", "country_iso2").iter_rows())
+        spares = {country: [] for country in sorted(set(country_of.values()))}
+        for identifier in ranked[rules.size :]:
+            spares[country_of[identifier]].append(identifier)
     random.Random(seed).shuffle(drawn)
-    return drawn, {country: ids[cap:] for country, ids in groups.items()}
+    return drawn, spares
 
 
 def unit_vectors(latitude: np.ndarray, longitude: np.ndarray) -> np.ndarray:
@@ -317,6 +213,30 @@ def keep_apart(
     return marked.filter(pl.col("reason").is_null()).drop("reason"), dropped
 
 
+def nearest_hash(hashes: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Returns each perceptual hash's distance to its nearest among others, and which one that is.
+
+    Args:
+        hashes: Of 256 bits.
+        others: At least one.
+
+    Returns:
+        Bits that differ, and positions in `others`, one a hash.
+    """
+
+    def words(values: Sequence[int]) -> np.ndarray:
+        text = b"".join(value.to_bytes(32, "big") for value in values)
+        return np.frombuffer(text, dtype=np.uint64).reshape(-1, 4)
+
+    table = words(others)
+    bits, nearest = [], []
+    for row in words(hashes):
+        distance = np.bitwise_count(table ^ row).sum(axis=1)
+        nearest.append(int(distance.argmin()))
+        bits.append(int(distance[nearest[-1]]))
+    return bits, nearest
+
+
 def manifest_path(data_dir: Path, split: str) -> Path:
     """Returns where a split's manifest stands."""
     return data_dir / f"{split}.manifest.json"
@@ -329,10 +249,22 @@ def build_manifest(
     sha256: Mapping[str, str],
     *,
     image_policy: Mapping[str, Any],
-    source: str,
+    dataset: Mapping[str, Any],
     country_share: Mapping[str, float] | None = None,
+    publishable: bool = True,
 ) -> dict[str, Any]:
-    """Returns what a split is: ids with the hashes of their bytes, its role and fingerprint."""
+    """Returns what a split is: ids with the hashes of their bytes, its role and fingerprint.
+
+    Args:
+        split: Its name.
+        role: Whether it may be trained on.
+        frame: Its rows, `PHOTO_SCHEMA`.
+        sha256: Of the stored bytes, by id.
+        image_policy: The sizes of its photos.
+        dataset: Where it comes from: `repo`, `revision` and `files`, and how it was cut.
+        country_share: Each country's share in the full test set.
+        publishable: Whether its pictures may leave the machine.
+    """
     rows = [
         {
             "id": Path(row["image_path"]).stem,
@@ -344,16 +276,19 @@ def build_manifest(
         for row in frame.iter_rows(named=True)
     ]
     identity = fingerprint(rows)  # in the split's order, which decides blocks and training
-    rows.sort(key=lambda row: row["id"])
+    ranked = [{**row, "position": position} for position, row in enumerate(rows)]
+    ranked.sort(key=lambda row: row["id"])
     return {
         "split": split,
         "role": role,
-        "source": source,
-        "rows": len(rows),
+        "publishable": publishable,
+        "dataset": dict(dataset),
+        "code_version": version("geoguessr-rl"),
+        "rows": len(ranked),
         "image": dict(image_policy),
         "country_share": dict(country_share or {}),
         "fingerprint": identity,
-        "photos": rows,
+        "photos": ranked,
     }
 
 
@@ -378,7 +313,7 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
         raise UserError(f"{data_dir} has no split {split!r}; {there}")
     manifest = read_manifest(manifest_path(data_dir, split))
     try:
-        frame = pl.read_parquet(path)
+        frame = pl.read_parquet(path, glob=False)
     except pl.exceptions.PolarsError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path} is no whole parquet file ({reason}); {PREPARE_REMEDY}") from None
@@ -401,7 +336,7 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
             latitude=row["latitude"],
             longitude=row["longitude"],
             country_iso2=row["country_iso2"],
-            creator=row.get("creator"),
+            **{name: row.get(name) for name in ("creator", "region", "sub_region", "city")},
         )
         for row in frame.head(limit if limit is not None else frame.height).iter_rows(named=True)
     ]
@@ -412,6 +347,7 @@ def load_split(data_dir: Path, split: str, *, limit: int | None = None) -> Split
         manifest["fingerprint"],
         manifest["image"],
         manifest["country_share"],
+        manifest["publishable"],
     )
 
 

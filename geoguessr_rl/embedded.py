@@ -85,6 +85,7 @@ _HEADER = (
     "quadtree_10_500,quadtree_10_2500,unique_region,unique_sub-region,unique_city,unique_country,"
     "creator_username,creator_id"
 )
+OSV5M_COLUMNS = _HEADER.split(",")
 
 RGB = tuple[int, int, int]
 _SOILS: dict[str, RGB] = {"red": (186, 66, 32), "sand": (236, 208, 150), "dark": (62, 50, 44)}
@@ -408,7 +409,7 @@ def _draw_split(root: Path, split: str, count: int, seed: int) -> None:
             photos.writestr(entry, data.getvalue())
             rows.append(row)
     with open(root / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _HEADER.split(","), restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, OSV5M_COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -32,6 +32,16 @@ Outcome = Literal["answered", "unparseable", "truncated", "error"]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Administrative names, from the country down; None or empty where there is none."""
+
+    country_iso2: str
+    region: str | None = None
+    sub_region: str | None = None
+    city: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Photo:
     """One photo and where it was taken.
 
@@ -42,6 +52,9 @@ class Photo:
         longitude: Decimal degrees.
         country_iso2: ISO 3166-1 alpha-2 code, `XK` for Kosovo.
         creator: Whom the photo's licence asks to name, where known.
+        region: Administrative names, as the dataset has them.
+        sub_region: The level below it.
+        city: The nearest populated place.
     """
 
     id: str
@@ -50,6 +63,9 @@ class Photo:
     longitude: float
     country_iso2: str
     creator: str | None = None
+    region: str | None = None
+    sub_region: str | None = None
+    city: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +93,13 @@ class Completion:
         text: The raw text, without special tokens.
         tokens: Completion length in tokens, the end token included.
         finish_reason: See `FinishReason`.
+        prompt_tokens: Prompt length in tokens, where a server bills it.
     """
 
     text: str
     tokens: int
     finish_reason: FinishReason
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +129,4 @@ class Prediction:
     country: float
     dist: float
     total: float
+    prompt_tokens: int | None = None

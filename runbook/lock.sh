@@ -5,8 +5,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 uv="$(find_uv)"
 cd "$ROOT"
 compile() {
-  "$uv" pip compile pyproject.toml --extra train --extra demo --extra dev --python-version 3.11 \
-    --generate-hashes --no-header --quiet "$@"
+  "$uv" pip compile pyproject.toml --extra train --extra api --extra demo --extra screen --extra dev \
+    --python-version 3.11 --generate-hashes --no-header --quiet "$@"
 }
 compile --extra cpu --universal --output-file runbook/requirements-cpu.lock "$@"
 compile --extra gpu --python-platform x86_64-unknown-linux-gnu --output-file requirements.lock "$@"

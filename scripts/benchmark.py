@@ -1,14 +1,27 @@
-"""Times what runs often, and fails when it has become too slow.
+"""Times what runs often or long, and fails when it has become too slow.
 
 `python scripts/benchmark.py` runs every task, `python scripts/benchmark.py reward` one. The exit
-code is 1 when a task breaks its bound. To add a task, write a function and name it in `TASKS`.
+code is 1 when a task breaks its bound. To add a task, write a function and name it in `TASKS`. Run
+it alone on the machine. `data` needs Linux, 10 GB of disk and about ten minutes.
 """
 
 import argparse
+import io
+import subprocess
 import sys
+import tempfile
+import time
 import timeit
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+import polars as pl
+
+from geoguessr_rl.config import ImagePolicy
+from geoguessr_rl.countries import CODES
 from geoguessr_rl.parsing import parse_answer
 from geoguessr_rl.prompt import format_completion
 from geoguessr_rl.reward import components
@@ -41,7 +54,180 @@ def reward() -> bool:
     return total < REWARD_BOUND_US
 
 
-TASKS: dict[str, Callable[[], bool]] = {"reward": reward}
+DATA_BOUND_SECONDS = 60.0
+DATA_BOUND_BYTES = 1.5e9
+DATA_BOUND_SPEEDUP = 4.0
+CSV_ROWS = 4_900_000
+ZIP_PHOTOS = 50_000
+WORKERS = 2
+
+
+def _csv_rows(ids: np.ndarray, rng: np.random.Generator) -> pl.DataFrame:
+    """Returns rows about as wide as OSV-5M's, with countries as unevenly spread."""
+    from geoguessr_rl.embedded import OSV5M_COLUMNS
+
+    n = len(ids)
+    codes = np.array(sorted(CODES))[:222]
+    share = np.random.default_rng(1).pareto(1.0, len(codes)) + 0.1
+    country = pl.Series(rng.choice(codes, n, p=share / share.sum()))
+    frame = pl.DataFrame({name: rng.integers(0, 9999, n) for name in OSV5M_COLUMNS})
+    place = pl.col("city").cast(pl.String)
+    return frame.with_columns(
+        pl.Series("id", ids).cast(pl.String),
+        country.alias("country"),
+        pl.Series("latitude", np.degrees(np.arcsin(rng.uniform(-0.9, 0.95, n)))),
+        pl.Series("longitude", rng.uniform(-180, 180, n)),
+        pl.lit("thumbnail" * 20).alias("thumb_original_url"),
+        pl.lit("(0, 8)").alias("cell"),
+        (pl.lit("sequence-") + pl.Series(rng.integers(0, 3_000_000, n)).cast(pl.String)).alias(
+            "sequence"
+        ),
+        *((pl.lit(f"{name} ") + place).alias(name) for name in ("region", "sub-region", "city")),
+        *((pl.lit(f"{name} ") + place).alias(name) for name in OSV5M_COLUMNS if "unique" in name),
+        (pl.lit("mapper ") + pl.col("creator_id").cast(pl.String)).alias("creator_username"),
+    ).select(OSV5M_COLUMNS)
+
+
+def _photos(count: int, rng: np.random.Generator) -> list[bytes]:
+    """Returns JPEGs of about 50 kB; every third has a size that the image policy changes."""
+    from PIL import Image
+
+    photos = []
+    for n in range(count):
+        size = (800, 600) if n % 3 == 0 else (640, 480)
+        blobs = Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8))
+        photo = np.asarray(blobs.resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
+        grain = rng.integers(-5, 6, (size[1], size[0], 1))
+        out = io.BytesIO()
+        Image.fromarray((photo + grain).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=75)
+        photos.append(out.getvalue())
+    return photos
+
+
+def _draw_osv5m(root: Path) -> None:
+    """Writes a synthetic OSV-5M at full scale: a CSV of 2 GB and three zips."""
+    rng = np.random.default_rng(0)
+    total = CSV_ROWS + ZIP_PHOTOS // 10
+    ids = rng.permutation(total).astype(np.int64) * 17 + 10**15
+    zips = {
+        "test/00": ids[CSV_ROWS:],
+        "train/00": ids[:ZIP_PHOTOS],
+        "train/01": ids[ZIP_PHOTOS : 2 * ZIP_PHOTOS],
+    }
+    for name, members in zips.items():
+        path = root / "images" / f"{name}.zip"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photos = _photos(1000, rng)
+        with zipfile.ZipFile(path, "w") as file:
+            for n, member in enumerate(members):
+                file.writestr(f"{path.stem}/{member}.jpg", photos[n % len(photos)])
+    _csv_rows(ids[CSV_ROWS:], rng).write_csv(root / "test.csv")
+    shuffled = rng.permutation(ids[:CSV_ROWS])
+    with (root / "train.csv").open("wb") as file:
+        for start in range(0, CSV_ROWS, 700_000):
+            part = _csv_rows(shuffled[start : start + 700_000], rng)
+            part.write_csv(file, include_header=start == 0)
+
+
+def _tree_bytes(pid: int) -> int:
+    """Returns the memory of a process and its children; shared pages count once."""
+    total, todo = 0, [pid]
+    while todo:
+        one = todo.pop()
+        try:
+            rollup = Path(f"/proc/{one}/smaps_rollup").read_text()
+            todo += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+        except OSError:  # it has just ended
+            continue
+        total += sum(
+            1024 * int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+        )
+    return total
+
+
+def _prepare(root: Path, *settings: str) -> tuple[float, float, int]:
+    """Prepares from local files in a fresh folder; returns seconds, peak bytes and train rows."""
+    with tempfile.TemporaryDirectory(dir=root) as out:
+        flags = [part for setting in settings for part in ("--set", setting)]
+        command = ["scripts/prepare_data.py", "--source", root, "--output_dir", out, *flags]
+        log = root / "prepare.log"
+        start, peak = time.perf_counter(), 0
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, command), "--workers", str(WORKERS)],
+                stdout=output, stderr=output, cwd=Path(__file__).parents[1],
+            )  # fmt: skip
+            while process.poll() is None:
+                peak = max(peak, _tree_bytes(process.pid))
+                time.sleep(0.05)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            raise RuntimeError(log.read_text())
+        return seconds, peak, pl.read_parquet(Path(out) / "train_pool.parquet").height
+
+
+def _encode_all(names: Sequence[str], archive: Path) -> int:
+    """Reads, decodes and re-encodes photos as a pipeline without selection does."""
+    from geoguessr_rl.images import fit, open_upright
+    from geoguessr_rl.sources import read_photo
+
+    policy = ImagePolicy()
+    for name in names:
+        image = fit(open_upright(read_photo(str(archive), name)), policy)
+        image.save(io.BytesIO(), "JPEG", quality=policy.jpeg_quality)
+    return len(names)
+
+
+def data() -> bool:
+    """Prepares a synthetic OSV-5M at full scale, against re-encoding every photo of it."""
+    from geoguessr_rl.photos import in_parallel
+
+    kept = []
+
+    def bound(text: str, holds: bool) -> None:
+        kept.append(holds)
+        print(f"  {text}: {'kept' if holds else 'BROKEN'}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        print(
+            f"data: drawing {CSV_ROWS:,} CSV rows and {2 * ZIP_PHOTOS:,} train photos", flush=True
+        )
+        _draw_osv5m(root)
+        sizes = [path.stat().st_size / 1e9 for path in (root / "train.csv", *root.rglob("0?.zip"))]
+        print(f"  train.csv {sizes[0]:.1f} GB, zips {sum(sizes[1:]):.1f} GB")
+        seconds, peak, rows = _prepare(root)
+        print(f"  phase 1 takes {rows} train photos in {seconds:.1f} s with {WORKERS} processes")
+        bound(f"at most {DATA_BOUND_SECONDS:.0f} s", seconds <= DATA_BOUND_SECONDS)
+        bound(f"peak {peak / 1e9:.2f} GB, under 1.5 GB", peak < DATA_BOUND_BYTES)
+
+        start, photos = time.perf_counter(), 0
+        for archive in sorted(root.rglob("0?.zip")):
+            names = zipfile.ZipFile(archive).namelist()
+            photos += sum(in_parallel(partial(_encode_all, archive=archive), names, WORKERS))
+        naive = time.perf_counter() - start
+        print(f"  reading, decoding and re-encoding all {photos} photos: {naive:.1f} s")
+        bound(f"{naive / seconds:.1f} times faster, at least 4", naive >= 4 * seconds)
+
+        times = {}
+        for size in (4000, 8000, 16000):
+            times[size] = _prepare(root, "train.sampling=uniform", f"train.size={size}")[0]
+            print(f"  {size} photos drawn: {times[size]:.1f} s")
+        slope = (times[16000] - times[8000]) / (2 * (times[8000] - times[4000]))
+        bound(
+            f"the next 8,000 cost {slope:.2f} times twice the first 4,000, 0.6 to 1.5",
+            0.6 <= slope <= 1.5,
+        )
+        one = _prepare(root, "train.sampling=uniform", "train.size=8000", "source.train=[0]")[0]
+        ratio = times[8000] / one
+        bound(
+            f"8,000 photos of two zips cost {ratio:.2f} times those of one, at most 1.3",
+            ratio <= 1.3,
+        )
+    return all(kept)
+
+
+TASKS: dict[str, Callable[[], bool]] = {"reward": reward, "data": data}
 
 
 def main() -> int:

@@ -17,19 +17,11 @@ import pytest
 from PIL import Image
 
 from geoguessr_rl import artifacts, data
-from geoguessr_rl.config import DataConfig, EvalDraw, ImagePolicy, Source
+from geoguessr_rl.config import Contamination, DataConfig, EvalDraw, ImagePolicy, Source
+from geoguessr_rl.embedded import OSV5M_COLUMNS
 from geoguessr_rl.records import PHOTO_SCHEMA
 
 ROOT = Path(__file__).parents[1]
-# OSV-5M's own header, in its order.
-_HEADER = (
-    "id,latitude,longitude,thumb_original_url,country,sequence,captured_at,lon_bin,lat_bin,cell,"
-    "region,sub-region,city,land_cover,road_index,drive_side,climate,soil,dist_sea,"
-    "quadtree_10_5000,quadtree_10_25000,quadtree_10_1000,quadtree_10_50000,quadtree_10_12500,"
-    "quadtree_10_500,quadtree_10_2500,unique_region,unique_sub-region,unique_city,unique_country,"
-    "creator_username,creator_id"
-)
-OSV5M_COLUMNS = _HEADER.split(",")
 SMALL = ImagePolicy(long_edge=160, min_pixels=1024)
 
 Row = dict[str, Any]
@@ -42,6 +34,15 @@ def make_jpeg(seed: int, size: tuple[int, int] = (96, 64)) -> bytes:
     blocks = Image.frombytes("RGB", (6, 4), rng.randbytes(72))
     out = io.BytesIO()
     blocks.resize(size, Image.Resampling.NEAREST).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def scene(seed: int, size: tuple[int, int] = (96, 64), quality: int = 90) -> bytes:
+    """A picture that no other seed's looks like: blobs of grey, as far as a hash can see."""
+    blobs = random.Random(seed).randbytes(12 * 8)
+    picture = Image.frombytes("L", (12, 8), blobs).resize(size, Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    picture.convert("RGB").save(out, "JPEG", quality=quality)
     return out.getvalue()
 
 
@@ -114,6 +115,8 @@ def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
             "output_dir": tmp_path / "data",
             "image": SMALL,
             "eval": EvalDraw(size=size, quick=3),
+            # The plain photos of these tests look alike.
+            "contamination": Contamination(max_hash_bits=None),
         }
         return DataConfig(**{**settings, **keys})
 
@@ -136,7 +139,7 @@ def make_split() -> Callable[..., Path]:
         table = pl.DataFrame(rows, schema=PHOTO_SCHEMA)
         sha256 = {photo[0]: f"hash of {photo[0]}" for photo in photos}
         policy = SMALL.model_dump()
-        manifest = data.build_manifest(name, role, table, sha256, image_policy=policy, source="t")
+        manifest = data.build_manifest(name, role, table, sha256, image_policy=policy, dataset={})
         artifacts.write_parquet(data_dir / f"{name}.parquet", table)
         artifacts.write_json(data.manifest_path(data_dir, name), manifest)
         return data_dir

@@ -87,9 +87,9 @@ def test_the_default_config_is_found_from_any_folder(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ended = script("prepare_data.py")
+    ended = script("prepare_data.py", "--source", "nothing here")
     assert_one_sentence(ended)
-    assert "source.root is not set" in ended.err
+    assert "test.csv does not exist; check source.root" in ended.err
 
 
 def test_a_mistake_is_one_sentence_and_a_bug_a_traceback(
@@ -128,7 +128,7 @@ def test_a_checkout_in_a_folder_with_spaces_works(tmp_path: Path) -> None:
     for name in ("geoguessr_rl", "scripts", "configs"):
         shutil.copytree(ROOT / name, checkout / name)
     ended = subprocess.run(
-        [sys.executable, str(checkout / "scripts" / "prepare_data.py")],
+        [sys.executable, str(checkout / "scripts" / "prepare_data.py"), "--source", "nothing"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -136,4 +136,4 @@ def test_a_checkout_in_a_folder_with_spaces_works(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(checkout)},
     )
     assert ended.returncode == 2, ended.stderr
-    assert "source.root is not set" in ended.stderr
+    assert "test.csv does not exist; check source.root" in ended.stderr

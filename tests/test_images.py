@@ -5,24 +5,30 @@ import json
 import struct
 import subprocess
 import sys
+import zipfile
 import zlib
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pillow_heif
+import polars as pl
 import pytest
+from conftest import scene
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from geoguessr_rl.config import ImagePolicy
+from geoguessr_rl.config import Contamination, ImagePolicy, View
 from geoguessr_rl.images import (
     MAX_STRETCH,
     BadImageError,
+    cut_view,
     fit,
     fitted_size,
     open_upright,
+    perceptual_hash,
     prepare,
     visual_tokens,
 )
@@ -115,9 +121,9 @@ def test_a_heic_is_turned_once(orientation: int) -> None:
 
 
 def test_a_prepared_photo_is_not_turned_again() -> None:
-    stored, _ = prepare(with_orientation(6), SMALL)
+    stored = prepare(with_orientation(6), SMALL).jpeg
     assert_upright(open_upright(stored))
-    assert_upright(open_upright(prepare(stored, SMALL)[0]))
+    assert_upright(open_upright(prepare(stored, SMALL).jpeg))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +236,10 @@ def test_damaged_bytes_never_raise_anything_else(
     for where, value in changes:
         data[int(where * len(data))] = value
     try:
-        stored, size = prepare(bytes(data), SMALL)
+        photo = prepare(bytes(data), SMALL)
     except BadImageError:
         return
-    assert open_upright(stored).size == size
+    assert open_upright(photo.jpeg).size == photo.size
 
 
 def test_an_avif_whose_payload_is_gone_is_a_bad_image() -> None:
@@ -352,7 +358,8 @@ def test_usual_photos_get_the_size_that_one_expects(
 def test_a_bare_jpeg_that_fits_keeps_its_bytes() -> None:
     for quality in (60, 95):
         data = save(upright(), "JPEG", quality=quality)
-        assert prepare(data, SMALL) == (data, SIZE)
+        photo = prepare(data, SMALL)
+        assert photo.jpeg == data and photo.size == SIZE
 
 
 def _with_icc() -> bytes:
@@ -382,34 +389,42 @@ def _with_camera() -> bytes:
 )
 def test_whatever_else_is_written_anew_without_metadata(data: object) -> None:
     original = data()  # type: ignore[operator]
-    stored, size = prepare(original, SMALL)
+    photo = prepare(original, SMALL)
+    stored = photo.jpeg
     assert stored != original
     image = Image.open(io.BytesIO(stored))
-    assert (image.format, image.mode, image.size) == ("JPEG", "RGB", size)
+    assert (image.format, image.mode, image.size) == ("JPEG", "RGB", photo.size)
     assert {name for name, _ in image.applist} <= {"APP0"}
     assert not image.getexif() and "icc_profile" not in image.info and "comment" not in image.info
     assert b"Berlin" not in stored and b"dashcam" not in stored
-    assert prepare(stored, SMALL) == (stored, size)
+    assert prepare(stored, SMALL).jpeg == stored
+
+
+def test_what_stands_behind_a_jpeg_s_end_is_not_kept() -> None:
+    data = save(upright(), "JPEG")
+    for trailer in (b"GPS 52.5 13.4", b"GPS 52.5 13.4\xff\xd9"):
+        stored = prepare(data + trailer, SMALL).jpeg
+        assert b"52.5" not in stored and open_upright(stored).size == SIZE
 
 
 def test_a_photo_costs_at_most_784_tokens() -> None:
     for size in [(4000, 3000), (3000, 3000), (1024, 800)]:
-        _, fitted = prepare(save(Image.new("RGB", size), "JPEG"), DEFAULT)
-        assert 196 <= visual_tokens(fitted) <= 784
+        photo = prepare(save(Image.new("RGB", size), "JPEG"), DEFAULT)
+        assert 196 <= visual_tokens(photo.size) <= 784
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("path", AWKWARD_FILES, ids=lambda path: path.name)
 def test_each_awkward_file_is_upright_rgb_or_refused(path: Path) -> None:
     try:
-        stored, size = prepare(path.read_bytes(), DEFAULT)
+        photo = prepare(path.read_bytes(), DEFAULT)
     except BadImageError as refused:
         assert 0 < len(str(refused)) < 200
         assert path.name.startswith(("giant", "png_65536", "truncated"))
         return
     assert not path.name.startswith(("giant", "png_65536", "truncated."))
-    image = open_upright(stored)
-    assert (image.mode, image.size) == ("RGB", size)
+    image = open_upright(photo.jpeg)
+    assert (image.mode, image.size) == ("RGB", photo.size)
     # The photos of this folder whose pixels lie on their side.
     if path.name in ("exif_rot90.jpg", "webp exif rotated.webp", "gps_zero_zero.jpg"):
         assert image.height > image.width
@@ -420,3 +435,100 @@ def test_each_awkward_file_is_upright_rgb_or_refused(path: Path) -> None:
 @pytest.mark.parametrize("paths", [AWKWARD_FILES] if AWKWARD_FILES else [])
 def test_the_awkward_files_stay_within_memory(paths: list[Path]) -> None:
     assert max(peaks(paths).values()) < 1_500_000_000
+
+
+def panorama(width: int = 2033, height: int = 561) -> Image.Image:
+    """A strip whose columns grow lighter from left to right."""
+    row = np.linspace(0, 255, width).astype(np.uint8)
+    return Image.fromarray(np.tile(row, (height, 1))).convert("RGB")
+
+
+def test_one_view_is_the_middle_half_of_a_panorama() -> None:
+    view = cut_view(panorama(), "crop")
+    assert view.size == (1016, 561)
+    grey = np.asarray(view)[0, :, 0]
+    assert grey[0] == pytest.approx(64, abs=1) and grey[-1] == pytest.approx(191, abs=1)
+
+
+def test_a_panorama_narrower_than_a_view_stays_whole() -> None:
+    assert cut_view(panorama(600), "crop").size == (600, 561)
+
+
+def test_four_quarters_stand_in_reading_order() -> None:
+    grid = np.asarray(cut_view(panorama(2034), "quad"))[:, :, 0]
+    assert grid.shape == (1122, 1016)
+    corners = [grid[0, 0], grid[0, 508], grid[561, 0], grid[561, 508]]
+    assert corners == pytest.approx([0, 64, 127, 191], abs=1)
+
+
+def test_a_strip_stays_as_it_is() -> None:
+    assert cut_view(panorama(), "strip").size == (2033, 561)
+
+
+@pytest.mark.parametrize("view", ["crop", "strip", "quad"])
+def test_every_view_of_a_panorama_fits_the_policy(view: View) -> None:
+    photo = prepare(save(panorama(), "JPEG"), DEFAULT, view)
+    assert open_upright(photo.jpeg).size == photo.size
+    assert fitted_size(*photo.size, DEFAULT) == photo.size
+    if view == "crop":
+        assert photo.size == (992, 576)
+
+
+def bits_apart(one: bytes, other: bytes) -> int:
+    return (perceptual_hash(one) ^ perceptual_hash(other)).bit_count()
+
+
+def test_a_likeness_has_nearly_the_same_hash_and_another_scene_has_not() -> None:
+    original = scene(1, (640, 480))
+    for changed in (scene(1, (320, 240)), scene(1, (640, 480), quality=40)):
+        assert bits_apart(original, changed) <= 20
+    assert min(bits_apart(original, scene(seed)) for seed in range(2, 30)) > 60
+
+
+MINI = Path(__file__).parents[1].parent / "shared" / "osv5m_mini"
+
+
+@pytest.mark.parametrize("folder", [MINI] if MINI.is_dir() else [])
+def test_the_default_hash_distance_takes_copies_and_no_other_photo(folder: Path) -> None:
+    """Of all pairs of real photos; those of one walk may look alike."""
+    limit = Contamination().max_hash_bits
+    assert limit is not None
+    photos, walks = {}, {}
+    for split in ("test", "train"):
+        rows = pl.read_csv(folder / f"{split}.csv", infer_schema=False)
+        walks |= dict(rows.select("id", "sequence").iter_rows())
+        for path in sorted((folder / "images" / split).glob("*.zip")):
+            with zipfile.ZipFile(path) as file:
+                photos |= {Path(name).stem: file.read(name) for name in file.namelist()}
+    stored = {one: prepare(photo, DEFAULT) for one, photo in photos.items() if one in walks}
+    hashes = {one: photo.phash for one, photo in stored.items()}
+    pairs = [
+        ((hashes[a] ^ hashes[b]).bit_count(), a, b)
+        for a, b in combinations(sorted(hashes), 2)
+        if walks[a] is None or walks[a] != walks[b]
+    ]
+    assert len(pairs) > 85_000
+    assert min(pairs)[0] > limit + 20
+    copies = []
+    for one, photo in list(stored.items())[:80]:
+        image = open_upright(photo.jpeg)
+        half = image.resize((image.width // 2, image.height // 2))
+        copies.append((hashes[one] ^ perceptual_hash(save(half, "JPEG", quality=50))).bit_count())
+    assert max(copies) <= limit
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 4}])
+def test_damage_shows_without_a_full_decoding(options: dict[str, object]) -> None:
+    """A photo that is kept is decoded at a fraction of its size only; every cut is still found."""
+    whole = io.BytesIO()
+    Image.open(io.BytesIO(scene(3, (640, 480)))).save(whole, "JPEG", **options)
+    data = whole.getvalue()
+    assert prepare(data, DEFAULT).jpeg == data
+    for share in (0.2, 0.5, 0.8, 0.95):
+        cut = data[: int(share * len(data))]
+        with pytest.raises(BadImageError):
+            open_upright(cut)
+        with pytest.raises(BadImageError):
+            perceptual_hash(cut)
+        with pytest.raises(BadImageError):
+            prepare(cut, DEFAULT)

@@ -18,7 +18,8 @@ FILES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "scripts").glob("*.py"
 LAYERS = [
     {"prompt", "parsing", "countries", "reward"},
     {"records", "config", "artifacts"},
-    {"images", "data", "eval_metrics", "budget", "embedded", "charts", "runs"},
+    {"images", "hub", "sources", "screen", "photos", "data", "eval_metrics", "budget", "embedded"}
+    | {"charts", "report_figures", "outlines", "data_card", "places", "runs", "tables"},
     {"backends"},
     {"phases"},
     {"scripts"},

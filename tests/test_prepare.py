@@ -5,21 +5,37 @@ import io
 import json
 import os
 import random
+import shutil
+import signal
 import stat
+import subprocess
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
-from conftest import SMALL, csv_text, make_jpeg, make_rows, photo_entries
+from conftest import SMALL, csv_text, make_jpeg, make_rows, photo_entries, scene, write_zip
 from PIL import Image
 
-from geoguessr_rl import artifacts, data
+from geoguessr_rl import artifacts, data, photos, sources
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.predictions import generate
-from geoguessr_rl.config import DataConfig, EvalDraw, Generation, Model, Prompt, Source, TrainPool
+from geoguessr_rl.config import (
+    Contamination,
+    DataConfig,
+    EvalDraw,
+    Generation,
+    ImagePolicy,
+    Model,
+    Pano,
+    Prompt,
+    Screen,
+    Source,
+    TrainPool,
+)
 from geoguessr_rl.phases import prepare
 from geoguessr_rl.records import PHOTO_SCHEMA, Prediction, Sampling
 from geoguessr_rl.reward import haversine_km
@@ -46,16 +62,22 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def assert_counts_add_up(summary: dict[str, Any]) -> None:
-    for split in ("test", "train"):
-        if counts := summary.get(split):
-            assert (
-                counts["rows_usable"] + sum(counts["rows_dropped"].values()) == counts["csv_rows"]
-            )
-    if train := summary.get("train"):
-        pool = summary["splits"]["train_pool"]["rows"]
-        replaced = len(train["photos_damaged"])
-        left = train["rows_usable"] - sum(train["contamination_dropped"].values())
-        assert left - train["over_cap"] - replaced <= pool <= left - train["over_cap"]
+    for kind, split in (("test", "eval_osv"), ("train", "train_pool"), ("pano", "eval_pano")):
+        if counts := summary.get(kind):
+            dropped = counts["dropped"]
+            assert min(dropped.values()) >= 0
+            assert counts["rows_selected"] + sum(dropped.values()) == counts["csv_rows"]
+            assert counts["rows_selected"] == summary["splits"][split]["rows"]
+            kinds = ("no_id", "no_photo", "duplicate_id", "bad_coordinates", "null_island")
+            unusable = sum(dropped.get(name, 0) for name in (*kinds, "no_country"))
+            assert sum(counts["countries_before"].values()) == counts["csv_rows"] - unusable
+            reasons = Counter(why.partition(": ")[0] for why in counts["rejected"].values())
+            assert reasons == {name: n for name, n in dropped.items() if n and name in reasons}
+
+
+def contamination(summary: dict[str, Any]) -> dict[str, int]:
+    names = ("same_photo", "same_sequence", "within_min_km", "near_duplicate")
+    return {name: n for name in names if (n := summary["train"]["dropped"].get(name))}
 
 
 def damage(entries: list[Any], which: str, content: bytes) -> list[Any]:
@@ -155,9 +177,9 @@ def test_namibia_survives_parquet_json_lines_and_resume(
     assert sorted(columns["country_iso2"]) == ["FR", "NA", "NA", "NA"]
     scripted = Generation(backend="scripted", block_size=2)
     path = tmp_path / "run" / "predictions.jsonl"
-    for photos in (split.photos[:3], split.photos):  # the second call resumes
-        rows_ = generate(path, photos, scripted, Model(), Prompt(), Sampling())
-        assert {row.id: row.country_iso2 for row in rows_} == {p.id: labels[p.id] for p in photos}
+    for some in (split.photos[:3], split.photos):  # the second call resumes
+        rows_ = generate(path, some, scripted, Model(), Prompt(), Sampling())
+        assert {row.id: row.country_iso2 for row in rows_} == {p.id: labels[p.id] for p in some}
     again = artifacts.read_rows(path, Prediction)
     assert {row.id: row.country_iso2 for row in again} == labels
 
@@ -176,11 +198,7 @@ def test_train_rows_near_evaluation_go_and_are_counted(
     far[4]["id"] = "1"  # an evaluation photo's id
     config = data_config(osv_folder(test, train=far))
     summary = prepare.run(config)
-    assert summary["train"]["contamination_dropped"] == {
-        "same_photo": 1,
-        "same_sequence": 1,
-        "within_min_km": 1,
-    }
+    assert contamination(summary) == {"same_photo": 1, "same_sequence": 1, "within_min_km": 1}
     assert sorted(ids_of(config.output_dir, "train_pool")) == ["t3", "t4"]
     assert_counts_add_up(summary)
 
@@ -190,7 +208,7 @@ def test_the_pool_is_capped_by_country(world: Path, data_config: MakeConfig) -> 
     summary = prepare.run(config)
     table = pl.read_parquet(config.output_dir / "train_pool.parquet")
     assert dict(table["country_iso2"].value_counts().iter_rows()) == dict.fromkeys(COUNTRIES, 4)
-    assert summary["train"]["over_cap"] == 10
+    assert summary["train"]["dropped"]["not_drawn"] == 10
     assert_counts_add_up(summary)
 
 
@@ -228,6 +246,7 @@ def test_a_damaged_photo_is_named_counted_and_replaced_by_the_next_of_its_countr
     prepare.run(config)
     whole = ids_of(config.output_dir, drawn_split)
     assert len(whole) == 5
+    shutil.rmtree(config.output_dir)
 
     archive = root / "images" / split / "00.zip"
     entry = f"00/{whole[2]}.jpg"
@@ -241,8 +260,8 @@ def test_a_damaged_photo_is_named_counted_and_replaced_by_the_next_of_its_countr
         )
     summary = prepare.run(config)
     now = ids_of(config.output_dir, drawn_split)
-    assert list(summary[split]["photos_damaged"]) == [whole[2]]
-    assert summary[split]["photos_damaged"][whole[2]]
+    assert list(summary[split]["rejected"]) == [whole[2]]
+    assert summary[split]["rejected"][whole[2]]
     assert [now[n] == whole[n] for n in range(5)] == [True, True, False, True, True]
     country = {row["id"]: row["country"] for row in rows}
     assert country[now[2]] == country[whole[2]] and len(set(now)) == 5
@@ -257,7 +276,7 @@ def test_a_country_without_a_spare_loses_the_photo_and_the_run_goes_on(
     config = data_config(root, limit=10)
     summary = prepare.run(config)
     assert sorted(ids_of(config.output_dir, "eval_osv")) == ["1", "3"]
-    assert list(summary["test"]["photos_damaged"]) == ["2"]
+    assert list(summary["test"]["rejected"]) == ["2"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 8, 99])
@@ -343,18 +362,18 @@ def test_a_zip_cannot_write_outside_the_output_folder(
     assert new and all(config.output_dir in path.parents for path in new)
     assert not any(path.is_symlink() for path in config.output_dir.rglob("*"))
     assert sorted(ids_of(config.output_dir, "eval_osv")) == ["abs", "dots", "evil", "good", "win"]
-    assert list(summary["test"]["photos_damaged"]) == ["link"]
+    assert list(summary["test"]["rejected"]) == ["link"]
 
 
 def test_an_entry_that_unpacks_to_any_size_is_not_unpacked(
     osv_folder: OsvFolder, data_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = make_rows(["FR", "DE"])
-    monkeypatch.setattr(prepare, "MAX_PHOTO_BYTES", 50_000)
+    monkeypatch.setattr(sources, "MAX_PHOTO_BYTES", 50_000)
     bomb = make_jpeg(0) + bytes(50_000)  # a valid JPEG with a tail
     root = osv_folder(rows, test_zip=damage(photo_entries(rows), "00/1.jpg", bomb))
     summary = prepare.run(data_config(root, limit=9))
-    assert summary["test"]["photos_damaged"] == {"1": "too large a zip entry"}
+    assert summary["test"]["rejected"] == {"1": "damaged: too large a zip entry"}
 
 
 def test_a_csv_that_belongs_to_other_zips_matches_nothing(
@@ -380,7 +399,7 @@ def test_photos_that_all_fail_to_decode_end_the_run(
     rows = make_rows(["FR", "DE"])
     root = osv_folder(rows, test_zip=[(f"00/{row['id']}.jpg", b"text") for row in rows])
     config = data_config(root, limit=2)
-    with pytest.raises(UserError, match=r"0 of 2 photos in .*00\.zip can be decoded; download"):
+    with pytest.raises(UserError, match=r"0 of 2 photos in .*00\.zip can be used .*; download"):
         prepare.run(config)
     assert not list(config.output_dir.glob("*.parquet"))
 
@@ -403,17 +422,19 @@ def test_every_kind_of_bad_row_is_counted_in_the_summary(
         "zip_photos": 9,
         "zip_entries_ignored": {"junk_entry": 1},
         "photos_without_usable_row": 6,
-        "rows_dropped": {
+        "labels_repaired": {"namibia": 0},
+        "countries_before": {"FR": 3},
+        "dropped": {
             "no_id": 1,
             "no_photo": 1,
             "duplicate_id": 1,
             "bad_coordinates": 2,
             "null_island": 1,
             "no_country": 1,
+            "not_drawn": 0,
         },
-        "labels_repaired": {"namibia": 0},
-        "rows_usable": 3,
-        "photos_damaged": {},
+        "rows_selected": 3,
+        "rejected": {},
     }
 
 
@@ -468,6 +489,148 @@ def test_two_processes_cannot_prepare_one_folder(world: Path, data_config: MakeC
     assert f"process {os.getpid()}" in str(refused.value)
 
 
+@pytest.mark.parametrize("max_bits", [40, None])
+def test_a_train_photo_that_looks_like_an_evaluation_photo_is_replaced_and_counted(
+    max_bits: int | None, osv_folder: OsvFolder, data_config: MakeConfig
+) -> None:
+    test = make_rows(["FR", "DE"])
+    train = make_rows(["BR"] * 6, prefix="t")
+    for n, row in enumerate(train):
+        row.update(latitude=10 + n, longitude=100.0)
+    entries = [(f"00/t{n}.jpg", scene(100 + n)) for n in range(1, 7)]
+    root = osv_folder(
+        test,
+        train=train,
+        test_zip=[("00/1.jpg", scene(1)), ("00/2.jpg", scene(2))],
+        train_zip=entries,
+    )
+    config = data_config(
+        root,
+        train=TrainPool(cap=4),
+        contamination=Contamination(max_hash_bits=max_bits),
+    )
+    summary = prepare.run(config)
+    drawn = ids_of(config.output_dir, "train_pool")
+    assert not contamination(summary) and len(drawn) == 4
+    shutil.rmtree(config.output_dir)
+
+    # The second of the draw becomes an evaluation photo at another size and quality.
+    likeness = scene(2, (192, 128), quality=50)
+    entries = [(name, likeness if drawn[1] in name else one) for name, one in entries]
+    write_zip(root / "images/train/00.zip", entries)
+    summary = prepare.run(config)
+    now = ids_of(config.output_dir, "train_pool")
+    if max_bits is None:  # without the guard the leak goes through
+        assert now == drawn
+        return
+    assert contamination(summary) == {"near_duplicate": 1}
+    assert summary["train"]["rejected"][drawn[1]].startswith("near_duplicate: like 2, ")
+    assert len(now) == 4 and drawn[1] not in now
+    assert [now[n] for n in (0, 2, 3)] == [drawn[n] for n in (0, 2, 3)]
+    assert not (config.output_dir / f"images/train/{drawn[1]}.jpg").exists()
+    assert_counts_add_up(summary)
+    first = tree(config.output_dir)
+    prepare.run(config)
+    assert tree(config.output_dir) == first
+
+
+def test_more_processes_give_the_same_bytes(
+    osv_folder: OsvFolder, data_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make_rows(COUNTRIES, each=20)
+    entries = photo_entries(rows)
+    for n in (3, 4, 40, 77):
+        entries = damage(entries, f"00/{n}.jpg", b"text")
+    root = osv_folder(rows, train=make_rows(["MN"], prefix="t"), test_zip=entries)
+    monkeypatch.setattr(photos, "FEW", 0)
+    monkeypatch.setattr(photos, "BLOCK", 3)
+    trees = []
+    for workers in (1, 2, 5):
+        config = data_config(
+            root, size=60, limit=60, workers=workers, output_dir=tmp_path / str(workers)
+        )
+        summary = prepare.run(config)
+        assert summary["test"]["dropped"]["damaged"] > 0
+        trees.append(tree(config.output_dir))
+        trees[-1].pop(artifacts.RESOLVED_CONFIG)
+    assert trees[0] == trees[1] == trees[2]
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "inverse_density"])
+def test_the_other_draws_take_as_many_as_asked_and_add_up(
+    sampling: str, world: Path, data_config: MakeConfig
+) -> None:
+    config = data_config(world, size=10, train=TrainPool(sampling=sampling, size=13))
+    summary = prepare.run(config)
+    assert summary["splits"]["train_pool"]["rows"] == 13
+    assert_counts_add_up(summary)
+
+
+def test_a_rule_of_the_screen_rejects_and_counts(
+    osv_folder: OsvFolder, data_config: MakeConfig
+) -> None:
+    rows = make_rows(["FR", "FR", "DE"])
+    black = make_jpeg(0, (96, 64))
+    out = io.BytesIO()
+    Image.new("RGB", (96, 64)).save(out, "JPEG")
+    entries = [("00/1.jpg", scene(1)), ("00/2.jpg", out.getvalue()), ("00/3.jpg", black)]
+    root = osv_folder(rows, test_zip=[entries[0], entries[1], ("00/3.jpg", scene(3))])
+    config = data_config(root, limit=3, screen=Screen(blank=True))
+    summary = prepare.run(config)
+    assert summary["test"]["dropped"]["blank_frame"] == 1
+    assert sorted(ids_of(config.output_dir, "eval_osv")) == ["1", "3"]
+    assert_counts_add_up(summary)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
+    osv_folder: OsvFolder,
+    data_config: MakeConfig,
+    tmp_path: Path,
+    start_script: Callable[..., Any],
+) -> None:
+    rows = make_rows([f"{a}{b}" for a in "DFGIN" for b in "EO"] * 40)
+    rows = [{**row, "country": "NO"} for row in rows]
+    train = [{**row, "id": f"t{row['id']}", "latitude": -float(row["latitude"])} for row in rows]
+    root = osv_folder(
+        rows,
+        train=train,
+        test_zip=[(f"00/{row['id']}.jpg", scene(n)) for n, row in enumerate(rows)],
+        train_zip=[(f"00/{row['id']}.jpg", scene(-n - 1)) for n, row in enumerate(train)],
+    )
+
+    def flags(name: str) -> list[object]:
+        policy = json.dumps(SMALL.model_dump())
+        rules = ["--set", f"image={policy}", "--set", "source.train=[0]", "--set", "seed=7"]
+        return ["--source", root, "--output_dir", tmp_path / name, "--workers", 2, *rules]
+
+    undisturbed = start_script("prepare_data.py", *flags("whole"))
+    assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
+    whole = tree(tmp_path / "whole")
+    out = tmp_path / "killed"
+    delays, kills = iter([0.9, 1.2, 1.5, 1.8, 2.1]), 0
+    while True:
+        process = start_script("prepare_data.py", *flags("killed"))
+        try:
+            code = process.wait(timeout=next(delays, 120))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            for path in out.rglob("*"):  # whatever has its final name is whole
+                if path.suffix == ".jpg":
+                    assert hashlib.sha256(path.read_bytes()).hexdigest() in whole.values()
+                elif path.suffix in (".json", ".parquet") and not path.name.startswith("."):
+                    assert path.stat().st_size > 0
+            continue
+        assert code == 0, process.stderr.read()
+        break
+    assert kills >= 2
+    killed = tree(out)
+    for files in (killed, whole):
+        files.pop(artifacts.RESOLVED_CONFIG)
+    assert killed == whole
+
+
 @pytest.mark.parametrize("root", [path for path in [SHARED_MINI] if path.is_dir()])
 def test_the_real_photos_prepare_and_their_known_leak_is_cut(root: Path, tmp_path: Path) -> None:
     """Frames of one walk stand in both CSVs (sequence opensfm-lund)."""
@@ -517,5 +680,201 @@ def test_splits_made_under_other_rules_are_not_mixed(
     with pytest.raises(UserError, match=r"holds another run: eval\.size was 1000 and is now 2"):
         prepare.run(data_config(root, size=2))
     assert tree(config.output_dir) == first
-    # A limit is the same run, cut short.
-    prepare.run(config.model_copy(update={"limit": 2}))
+
+
+def test_a_limit_does_not_cut_what_was_prepared(world: Path, data_config: MakeConfig) -> None:
+    config = data_config(world, size=8)
+    for limit in (4, 6):  # a longer run extends a shorter one
+        summary = prepare.run(config.model_copy(update={"limit": limit}))
+        assert summary["splits"]["eval_osv"]["rows"] == limit
+    with pytest.raises(UserError, match="holds 6 evaluation photos already, and --limit 5 would"):
+        prepare.run(config.model_copy(update={"limit": 5}))
+    prepare.run(config)
+    whole = tree(config.output_dir)
+    with pytest.raises(UserError, match="holds 8 evaluation photos already"):
+        prepare.run(config.model_copy(update={"limit": 8}))  # it would lose train from the summary
+    assert tree(config.output_dir) == whole
+
+
+def rebuilt(config: DataConfig, out: Path, name: str, tmp: Path) -> Path:
+    """Rebuilds one split elsewhere from its manifest alone, and returns the folder."""
+    manifest = out / f"{name}.manifest.json"
+    target = tmp / "elsewhere"
+    # Another machine's rules: the manifest's own count.
+    other = config.model_copy(
+        update={"output_dir": target, "seed": 99, "eval": EvalDraw(size=1), "image": ImagePolicy()}
+    )
+    prepare.rebuild(other, manifest)
+    return target
+
+
+@pytest.mark.parametrize("name", ["eval_osv", "eval_quick", "train_pool"])
+def test_a_manifest_rebuilds_its_split_to_the_byte(
+    name: str, world: Path, data_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = data_config(world, size=9)
+    prepare.run(config)
+    out = config.output_dir
+    target = rebuilt(config, out, name, tmp_path)
+    files = tree(target)
+    for extra in (artifacts.IDENTITY, photos.LEDGER):
+        files.pop(extra)
+    whole = tree(out)
+    assert {key: whole[key] for key in files} == files
+    assert len(files) == 2 + len(ids_of(out, name))
+    assert rebuilt(config, out, name, tmp_path) == target  # again changes nothing
+    assert {key: value for key, value in tree(target).items() if key in files} == files
+
+
+def test_a_rebuild_names_the_photos_that_it_cannot_find_or_read(
+    world: Path, osv_folder: OsvFolder, data_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = data_config(world, size=9)
+    prepare.run(config)
+    lost, broken, other = ids_of(config.output_dir, "eval_osv")[:3]
+    archive = world / "images/test/00.zip"
+    with zipfile.ZipFile(archive) as file:
+        entries = [(info.filename, file.read(info)) for info in file.infolist()]
+    changed = {
+        f"00/{broken}.jpg": (b"text", f"1 photos cannot be decoded from {world}: {broken}"),
+        f"00/{other}.jpg": (scene(5), f"1 photos differ from .*: {other}"),
+        f"00/{lost}.jpg": (None, f"1 photos cannot be found in {world}: {lost}"),
+    }
+    for name, (content, says) in changed.items():
+        write_zip(
+            archive,
+            [(n, content if n == name else c) for n, c in entries if n != name or content],
+        )
+        with pytest.raises(UserError, match=says):
+            rebuilt(config, config.output_dir, "eval_osv", tmp_path)
+        assert not list((tmp_path / "elsewhere").glob("*.parquet"))
+
+
+def test_a_rebuild_does_not_replace_another_set(
+    world: Path, data_config: MakeConfig, tmp_path: Path, script: Callable[..., Any]
+) -> None:
+    config = data_config(world, size=9)
+    prepare.run(config)
+    with pytest.raises(UserError, match="holds another run"):
+        prepare.rebuild(config, config.output_dir / "eval_osv.manifest.json")
+    target = rebuilt(config, config.output_dir, "eval_osv", tmp_path)
+    second = data_config(world, size=4, output_dir=tmp_path / "second")
+    prepare.run(second)
+    flags = ["--source", world, "--output_dir", target, "--manifest"]
+    ended = script("prepare_data.py", *flags, second.output_dir / "eval_osv.manifest.json")
+    assert ended.code == 2 and "holds another eval_osv" in ended.err
+    ended = script("prepare_data.py", *flags, config.output_dir / "eval_osv.manifest.json")
+    assert ended.code == 0 and "rebuilt 9 rows" in ended.out
+    flags = ["--source", world, "--output_dir", target, "--set", "source.train=[0]"]
+    ended = script("prepare_data.py", *flags)
+    assert ended.code == 2 and "holds another run" in ended.err
+
+
+def test_a_manifest_of_a_folder_asks_for_the_folder(world: Path, data_config: MakeConfig) -> None:
+    config = data_config(world, size=9)
+    prepare.run(config)
+    here = config.model_copy(update={"source": Source()})
+    with pytest.raises(UserError, match="was made from a folder; name yours with --source"):
+        prepare.rebuild(here, config.output_dir / "eval_osv.manifest.json")
+
+
+def pano_parquet(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes the pano set's columns as its parquet has them, over two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half = (len(rows) + 1) // 2
+    for n, part in enumerate((rows[:half], rows[half:])):
+        pl.DataFrame(part).write_parquet(folder / f"train-{n:05d}-of-00002.parquet")
+    return folder
+
+
+def strip(seed: int) -> bytes:
+    """A panorama of four quarters with a brightness of their own, 2033 by 561 at a quarter."""
+    whole = Image.new("RGB", (508, 140))
+    for n in range(4):
+        quarter = Image.open(io.BytesIO(scene(4 * seed + n, (127, 140))))
+        whole.paste(quarter, (127 * n, 0))
+    out = io.BytesIO()
+    whole.save(out, "PNG")
+    return out.getvalue()
+
+
+def pano_rows(countries: list[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "image": {"bytes": strip(n), "path": f"20221001_{code} {n}.jpg"},
+            "country_iso_alpha2": code,
+            "latitude": str(30.5 + n),  # text, as in the real set
+            "longitude": str(-60.25),
+            "address": f"Secret street {n}, {code}",
+        }
+        for n, code in enumerate(countries)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("view", "size"), [("crop", (256, 128)), ("strip", (512, 128)), ("quad", (256, 256))]
+)
+def test_the_pano_set_is_a_second_evaluation_set_that_train_stays_away_from(
+    view: str, size: tuple[int, int], osv_folder: OsvFolder, data_config: MakeConfig, tmp_path: Path
+) -> None:
+    rows = pano_rows(["FR", "DE", "NA", "FR", "JP"])
+    rows[1]["longitude"] = "east"
+    rows[3]["image"]["bytes"] = b"text"
+    train = make_rows(["BR"] * 3, prefix="t")
+    train[0].update(latitude=32.5, longitude=-60.251)  # beside the third panorama
+    root = osv_folder(make_rows(["FR"]), train=train)
+    config = data_config(
+        root,
+        image=ImagePolicy(long_edge=512, min_pixels=1024, max_pixels=65536),
+        pano=Pano(root=pano_parquet(tmp_path / "pano", rows), size=5, view=view),
+        contamination=Contamination(max_hash_bits=40),
+    )
+    summary = prepare.run(config)
+    assert_counts_add_up(summary)
+    assert contamination(summary) == {"within_min_km": 1}
+    assert summary["pano"]["dropped"] == {
+        "duplicate_id": 0,
+        "bad_coordinates": 1,
+        "null_island": 0,
+        "no_country": 0,
+        "not_drawn": 0,
+        "damaged": 1,
+    }
+    split = data.load_split(config.output_dir, "eval_pano")
+    assert split.role == "evaluation" and not split.publishable
+    labels = {photo.id: (photo.latitude, photo.country_iso2) for photo in split.photos}
+    assert labels == {
+        "pano000000": (30.5, "FR"),
+        "pano000002": (32.5, "NA"),
+        "pano000004": (34.5, "JP"),
+    }
+    for photo in split.photos:
+        with Image.open(photo.path) as image:
+            assert abs(image.width - size[0]) <= 32 and abs(image.height - size[1]) <= 32
+    for path in config.output_dir.rglob("*"):  # the address never leaves the reader
+        if path.is_file():
+            assert b"Secret" not in path.read_bytes() and b"20221001" not in path.read_bytes()
+    target = rebuilt(config, config.output_dir, "eval_pano", tmp_path)
+    assert (target / "eval_pano.parquet").read_bytes() == (
+        config.output_dir / "eval_pano.parquet"
+    ).read_bytes()
+
+
+def test_a_pano_set_is_left_out_in_words_beside_a_folder_and_on_request(
+    world: Path, data_config: MakeConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prepare.run(data_config(world))
+    assert "eval_pano: left out" in capsys.readouterr().out
+    config = data_config(world, pano=Pano(size=0), output_dir=tmp_path / "other")
+    assert "eval_pano" not in prepare.run(config)["splits"]
+    assert "eval_pano" not in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    config = data_config(world, pano=Pano(root=tmp_path / "empty"), output_dir=tmp_path / "third")
+    with pytest.raises(UserError, match="holds no parquet files"):
+        prepare.run(config)
+    (tmp_path / "empty/a.parquet").write_bytes(b"<html>")
+    with pytest.raises(UserError, match=r"a\.parquet is no whole parquet file"):
+        prepare.run(config)
+    pl.DataFrame({"image": [b""], "latitude": [1.0]}).write_parquet(tmp_path / "empty/a.parquet")
+    with pytest.raises(UserError, match="has no column 'longitude'; it holds"):
+        prepare.run(config)

@@ -84,7 +84,13 @@ def run(config: FilterConfig) -> dict[str, Any]:
     out = config.output_dir
     with artifacts.run_lock(out):
         described = identity(
-            pool, config.generation, config.model, config.prompt, config.lora, sampling
+            pool,
+            config.generation,
+            config.model,
+            config.prompt,
+            config.lora,
+            sampling,
+            config.data_dir,
         )
         artifacts.claim(
             out / artifacts.IDENTITY,
@@ -99,8 +105,15 @@ def run(config: FilterConfig) -> dict[str, Any]:
             config.model,
             config.prompt,
             sampling,
+            data_dir=config.data_dir,
             lora=config.lora,
         )
+        answered = sum(row.outcome != "error" for row in rows)
+        if missing := len(photos) * sampling.n - answered:
+            raise UserError(
+                f"{missing} completions did not arrive; run the same command again, which asks for "
+                "these alone"
+            )
         stats = group_stats(rows)
         min_std = config.min_std
         set_a = learnable(stats, n=config.completions, min_std=min_std)
@@ -144,7 +157,7 @@ def _publish(
     data_dir: Path, pool: data.Split, kept: Sequence[str], stats: dict[str, dict[str, float]]
 ) -> None:
     """Writes the split that training reads, with its manifest."""
-    frame = pl.read_parquet(data_dir / f"{pool.name}.parquet")
+    frame = pl.read_parquet(data_dir / f"{pool.name}.parquet", glob=False)
     stem = pl.col("image_path").str.extract(r"([^/]+)\.[^./]+$").alias("id")
     schema = {"id": pl.String, "mean_reward": pl.Float64, "std_reward": pl.Float64}
     order = pl.DataFrame(
@@ -163,6 +176,7 @@ def _publish(
         table,
         sha256,
         image_policy=pool.image_policy,
-        source=manifest["source"],
+        dataset=manifest["dataset"],
+        publishable=manifest["publishable"],
     )
     artifacts.write_json(data.manifest_path(data_dir, OUTPUT_SPLIT), built)
