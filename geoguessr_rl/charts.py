@@ -28,11 +28,26 @@ def chart(
     *,
     faint: Points = (),
     x_ticks: Mapping[float, str] | None = None,
+    band: Sequence[tuple[float, float, float]] = (),
+    from_zero: bool = True,
+    mark: float | None = None,
 ) -> dict[str, Any]:
-    """Lays out a line chart in a box of 100 × 100, y downwards, for the template to draw."""
-    points = [point for line in (*series.values(), faint) for point in line]
+    """Lays out a line chart in a box of 100 × 100, y downwards, for the template to draw.
+
+    Args:
+        title: What is drawn.
+        axes: The names of x and y.
+        series: Points by the line's name.
+        faint: A line behind the others.
+        x_ticks: Labels of x; round values otherwise.
+        band: x, lower and upper end of an interval around a line.
+        from_zero: Whether y begins at 0; a curve of small changes may leave it out.
+        mark: An x to point at.
+    """
+    ends = [(x, y) for x, *both in band for y in both]
+    points = [point for line in (*series.values(), faint, ends) for point in line]
     xs, ys = zip(*points, strict=True)
-    y_ticks = ticks(min(0, *ys), max(ys))
+    y_ticks = ticks(min(0, *ys) if from_zero else min(ys), max(ys))
     x_labels = x_ticks or {x: f"{x:,g}" for x in ticks(min(xs), max(xs))}
     x0, x1, y0, y1 = min(x_labels), max(x_labels), y_ticks[0], y_ticks[-1]
 
@@ -49,6 +64,9 @@ def chart(
         "y_ticks": [(at_y(y), f"{y:,g}") for y in y_ticks],
         "lines": {name: [(at_x(x), at_y(y)) for x, y in line] for name, line in series.items()},
         "faint": [(at_x(x), at_y(y)) for x, y in faint],
+        "band": [(at_x(x), at_y(high)) for x, _, high in band]
+        + [(at_x(x), at_y(low)) for x, low, _ in reversed(band)],
+        "mark": None if mark is None else at_x(mark),
     }
 
 

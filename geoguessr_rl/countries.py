@@ -144,6 +144,30 @@ _TERRITORIES = {
 }
 _PARENTS = {code: parent for parent, codes in _TERRITORIES.items() for code in codes.split()}
 
+# By GeoNames' countryInfo (CC BY 4.0), in which Russia and Cyprus are Europe, Turkey is Asia.
+_CONTINENT_CODES = {
+    "Africa": (
+        "DZ AO BJ BW BF BI CV CM CF TD KM CG CD CI DJ EG GQ ER SZ ET GA GM GH GN GW KE LS LR LY MG "
+        "MW ML MR MU YT MA MZ NA NE NG RE RW SH ST SN SC SL SO ZA SS SD TZ TG TN UG EH ZM ZW"
+    ),
+    "Antarctica": "AQ BV TF GS HM",
+    "Asia": (
+        "AF AM AZ BH BD BT IO BN KH CN CX CC GE HK IN ID IR IQ IL JP JO KZ KW KG LA LB MO MY MV MN "
+        "MM NP KP OM PK PS PH QA SA SG KR LK SY TW TJ TH TR TM AE UZ VN YE"
+    ),
+    "Europe": (
+        "AX AL AD AT BY BE BA BG HR CY CZ DK EE FO FI FR DE GI GR GG HU IS IE IM IT JE XK LV LI LT "
+        "LU MT MD MC ME NL MK NO PL PT RO RU SM RS SK SI ES SJ SE CH UA GB VA"
+    ),
+    "North America": (
+        "AI AG AW BS BB BZ BM BQ CA KY CR CU CW DM DO SV GL GD GP GT HT HN JM MQ MX MS NI PA PR BL "
+        "KN LC MF PM VC SX TT TC US VG VI"
+    ),
+    "Oceania": ("AS AU CK FJ PF GU KI MH FM NR NC NZ NU NF MP PW PG PN WS SB TL TK TO TV UM VU WF"),
+    "South America": "AR BO BR CL CO EC FK GF GY PY PE SR UY VE",
+}
+_CONTINENTS = {code: name for name, codes in _CONTINENT_CODES.items() for code in codes.split()}
+
 # CSV readers take Namibia's code NA for "not available"; the row's city gives it away.
 _NAMIBIAN_CITIES = frozenset(
     {
@@ -258,6 +282,11 @@ def name_of(iso2: str) -> str:
 def parent_of(iso2: str) -> str:
     """Returns the code of the country that a territory belongs to ("PR" -> "US"), or `iso2`."""
     return _PARENTS.get(iso2, iso2)
+
+
+def continent_of(iso2: str) -> str:
+    """Returns the English name of a code's continent."""
+    return _CONTINENTS[iso2]
 
 
 def label_iso2(raw: str | None, city: str | None) -> str | None:

@@ -6,14 +6,15 @@ comparison says is `eval_metrics`' work.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.eval_metrics import compute_metrics, make_prediction
+from geoguessr_rl.eval_metrics import Hits, compute_metrics, make_prediction
+from geoguessr_rl.places import look_up_hits
 from geoguessr_rl.records import Completion, Prediction
 from geoguessr_rl.reward import SCORE_VERSION
 
@@ -31,6 +32,7 @@ class Run:
         config: What `config.json` says.
         stored: What `metrics.json` says.
         rows: Scored from the raw completions.
+        hits: Which administrative names the points of the rows meet; empty until `with_places`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Run:
     config: dict[str, Any]
     stored: dict[str, Any]
     rows: list[Prediction]
+    hits: Hits = field(default_factory=dict)
 
     @property
     def data_dir(self) -> Path:
@@ -58,18 +61,14 @@ def load_run(folder: Path) -> Run:
     if errors or not rows:
         what = f"{errors} of its {len(rows)} rows are transport errors" if rows else "it has no row"
         raise UserError(f"{folder} is incomplete: {what}; evaluate it again")
-    rescored = [
-        make_prediction(
-            row.id,
-            row.sample,
-            row.latitude,
-            row.longitude,
-            row.country_iso2,
-            Completion(row.completion, row.tokens, row.finish_reason),
-        )
-        for row in rows
-    ]
-    return Run(config["run_name"], folder, identity, config, stored, rescored)
+    return Run(config["run_name"], folder, identity, config, stored, [*map(rescore, rows)])
+
+
+def rescore(row: Prediction) -> Prediction:
+    """Scores a row again from its raw completion."""
+    completion = Completion(row.completion, row.tokens, row.finish_reason, row.prompt_tokens)
+    place = (row.latitude, row.longitude, row.country_iso2)
+    return make_prediction(row.id, row.sample, *place, completion)
 
 
 def require_comparable(base: Run, tuned: Run) -> None:
@@ -98,36 +97,87 @@ def agrees(stored: Any, fresh: Any) -> bool:
     """Compares JSON values; floats may differ by rounding, as between two processors."""
     if isinstance(stored, float) and isinstance(fresh, float):
         return math.isclose(stored, fresh, rel_tol=1e-9)
+    if isinstance(stored, list) and isinstance(fresh, list):
+        return len(stored) == len(fresh) and all(map(agrees, stored, fresh))
     if isinstance(stored, dict) and isinstance(fresh, dict):
         return stored.keys() == fresh.keys() and all(agrees(stored[k], fresh[k]) for k in fresh)
     return bool(stored == fresh)
 
 
-def require_stored_metrics(run: Run, share: Mapping[str, float]) -> None:
-    """Raises UserError when a run's stored metrics are not what its completions give."""
-    for key, value in compute_metrics(run.rows, share).items():
-        if not agrees(run.stored.get(key), value):
-            raise UserError(
-                f"{run.folder / artifacts.METRICS} says {key} = {run.stored.get(key)!r}, and the "
-                f"rows beside it give {value!r}; evaluate that run again"
-            )
+def with_places(run: Run, split: data.Split) -> Run:
+    """Returns the run with the administrative names that its points meet."""
+    return replace(run, hits=look_up_hits(run.rows, split.places()))
 
 
-def load_pair(base_folder: Path, tuned_folder: Path) -> tuple[Run, Run, data.Split]:
-    """Reads two runs over the same photos, and the split that holds these.
+def metric_differences(run: Run, share: Mapping[str, float]) -> list[str]:
+    """Returns how a run's stored metrics differ from what its completions give."""
+    fresh = compute_metrics(run.rows, share, run.hits)
+    return [
+        f"{run.folder / artifacts.METRICS} says {key} = {run.stored.get(key)!r}, and the rows "
+        f"beside it give {value!r}"
+        for key, value in fresh.items()
+        if not agrees(run.stored.get(key), value)
+    ]
+
+
+def verify(folder: Path) -> str:
+    """Recomputes every figure of a run from its raw rows, and returns what was checked.
 
     Raises:
-        UserError: A run is missing, incomplete or damaged, the two are not comparable, or the
+        UserError: Something differs; all of it is printed before.
+    """
+    run = load_run(folder)
+    split = load_split_of(run)
+    stored = artifacts.read_rows(folder / artifacts.PREDICTIONS, Prediction)
+    truth = {photo.id: photo for photo in split.photos}
+    problems = []
+    for row, fresh in zip(stored, run.rows, strict=True):
+        where = f"photo {row.id}, sample {row.sample}"
+        for name in (item.name for item in fields(Prediction)):
+            old, new = getattr(row, name), getattr(fresh, name)
+            if not agrees(old, new):
+                problems.append(f"{where}: {name} is {old!r}, and its completion gives {new!r}")
+        labels = ("latitude", "longitude", "country_iso2")
+        if row.id not in truth:
+            problems.append(f"{where} is not in {split.name}")
+        elif any(getattr(row, name) != getattr(truth[row.id], name) for name in labels):
+            problems.append(f"{where}: its truth is not that of {split.name}")
+    header = dict(artifacts.read_header(folder / artifacts.PREDICTIONS) or {})
+    header.pop("versions", None)
+    if header != run.identity:
+        problems.append(f"{artifacts.IDENTITY} is not the header of {artifacts.PREDICTIONS}")
+    if not problems:
+        problems += metric_differences(with_places(run, split), split.country_share)
+    if problems:
+        print("\n".join(problems), flush=True)
+        raise UserError(f"{folder}: {len(problems)} figures differ; evaluate that run again")
+    return f"verified {len(stored)} rows and every figure of {folder / artifacts.METRICS}"
+
+
+def load_split_of(run: Run) -> data.Split:
+    """Reads the split that a run was measured on; raises UserError when it is another one now."""
+    split = data.load_split(run.data_dir, run.identity["split"])
+    if split.fingerprint != run.identity["split_fingerprint"]:
+        raise UserError(
+            f"{run.data_dir} holds another {split.name} than {run.folder} was measured on; give it "
+            "the data of that time, or evaluate again"
+        )
+    return split
+
+
+def load_runs(folders: Sequence[Path]) -> tuple[list[Run], data.Split]:
+    """Reads runs over the same photos, the first of them the base, and the split of these.
+
+    Raises:
+        UserError: A run is missing, incomplete or damaged, two are not comparable, or the
             split is not the one that they were measured on.
     """
-    base, tuned = load_run(base_folder), load_run(tuned_folder)
-    require_comparable(base, tuned)
-    split = data.load_split(base.data_dir, base.identity["split"])
-    if split.fingerprint != base.identity["split_fingerprint"]:
-        raise UserError(
-            f"{base.data_dir} holds another {split.name} than the runs were measured on; give them "
-            "the data of that time, or evaluate both again"
-        )
-    for run in (base, tuned):
-        require_stored_metrics(run, split.country_share)
-    return base, tuned, split
+    runs = [load_run(folder) for folder in folders]
+    for run in runs[1:]:
+        require_comparable(runs[0], run)
+    split = load_split_of(runs[0])
+    runs = [with_places(run, split) for run in runs]
+    for run in runs:
+        if differences := metric_differences(run, split.country_share):
+            raise UserError(f"{differences[0]}; evaluate that run again")
+    return runs, split

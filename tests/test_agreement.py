@@ -34,7 +34,7 @@ from geoguessr_rl.backends import open_backend
 from geoguessr_rl.config import EvalConfig, load
 from pathlib import Path
 config = load(EvalConfig, Path(sys.argv[1]), flags=json.loads(sys.argv[2]))
-rows = [json.loads(line) for line in open(sys.argv[3])][:20]
+rows = [json.loads(line) for line in open(sys.argv[3])][1:21]
 photos = data.load_split(config.data_dir, config.split, limit=20).photos
 generation = config.generation.model_copy(update={"backend": sys.argv[4]})
 backend = open_backend(generation, config.model, config.prompt.style, lora=config.lora)
@@ -85,7 +85,8 @@ def evaluate(root: Path, data_dir: Path, backend: str, lora: Path | None) -> lis
         "--run_name", name, *(("--lora", lora) if lora else ()),
     )  # fmt: skip
     lines = (root / "eval" / name / "eval_osv" / PREDICTIONS).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    assert "header" in json.loads(lines[0])
+    return [json.loads(line) for line in lines[1:]]
 
 
 def agreement(left: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> float:
@@ -146,6 +147,33 @@ def test_colocate_trains_resumes_and_evaluates_on_real_photos(run: Path) -> None
     assert len(rows) == 281
 
 
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_every_checkpoint_is_measured_with_one_engine(run: Path, backend: str) -> None:
+    out = run / "checkpoints" / backend
+    printed = script(
+        "eval_checkpoints.py", run / "grpo", "--config", CONFIGS / "eval.yaml",
+        "--data_dir", run / "data", "--model", run / "base", "--backend", backend,
+        "--split", "eval_osv", "--output_dir", out,
+    )  # fmt: skip
+    lines = printed.splitlines()
+    steps = [0, 2, 4, 6]
+    assert [line.split()[0] for line in lines[-5:-1]] == list(map(str, steps))
+    assert "plateau" in lines[-1]
+    record = json.loads((run / "grpo/checkpoints.json").read_text())
+    assert [point["step"] for point in record["points"]] == steps and record["photos"] == 120
+    for step in (0, 6):  # as when each is loaded by itself
+        lora = run / "grpo/checkpoint-6" if step else None
+        alone = evaluate(run, run / "data", backend, lora)
+        path = out / f"checkpoints-step-{step}" / "eval_osv" / PREDICTIONS
+        rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        assert agreement(alone, rows) == 1
+    answers = {
+        step: (out / f"checkpoints-step-{step}/eval_osv" / PREDICTIONS).read_text()
+        for step in steps
+    }
+    assert len(set(answers.values())) == 4
+
+
 def test_the_real_config_runs_under_the_tiny_models_name(run: Path) -> None:
     # configs/eval.yaml itself: only the model's name differs from the real run.
     printed = script(
@@ -181,7 +209,7 @@ def test_a_killed_run_continues_to_the_same_bytes(run: Path, phase: str) -> None
     command = [sys.executable, str(ROOT / "scripts" / phase), *arguments(f"{phase}-killed")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 30):
+    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 31):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()

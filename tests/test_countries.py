@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geoguessr_rl.countries import CODES, label_iso2, name_of, parent_of, to_iso2
+from geoguessr_rl import countries
+from geoguessr_rl.countries import (
+    CODES,
+    continent_of,
+    label_iso2,
+    name_of,
+    parent_of,
+    to_iso2,
+)
 
 TABLE = Path(__file__).parent / "cases" / "countries.jsonl"
 CASES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
@@ -175,3 +183,11 @@ def test_labels_are_codes_and_namibia_is_not_missing(
 def test_the_name_of_an_unknown_code_raises() -> None:
     with pytest.raises(KeyError):
         name_of("ZZ")
+
+
+def test_every_code_lies_on_one_continent() -> None:
+    listed = [code for codes in countries._CONTINENT_CODES.values() for code in codes.split()]
+    assert len(listed) == len(set(listed)) and set(listed) == CODES
+    assert [continent_of(code) for code in ("NA", "XK", "TR", "RU", "US", "TL", "GF")] == [
+        "Africa", "Europe", "Asia", "Europe", "North America", "Oceania", "South America",
+    ]  # fmt: skip

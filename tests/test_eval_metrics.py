@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +13,22 @@ from hypothesis import strategies as st
 from geoguessr_rl import eval_metrics
 from geoguessr_rl.eval_metrics import (
     Interval,
+    changes_by_group,
     compute_metrics,
+    consensus,
+    holm,
+    interval_of_mean,
     largest_changes,
+    look_up,
     make_prediction,
     paired_bootstrap,
     paired_comparison,
+    place_hits,
     verdict,
 )
 from geoguessr_rl.prompt import format_completion
-from geoguessr_rl.records import Completion, FinishReason, Prediction
-from geoguessr_rl.reward import SCORE_VERSION, components
+from geoguessr_rl.records import Completion, FinishReason, Place, Prediction
+from geoguessr_rl.reward import SCORE_VERSION, components, haversine_km
 
 PARIS = (48.8566, 2.3522)
 
@@ -103,7 +109,7 @@ def test_known_metrics_of_four_rows() -> None:
     assert metrics["pred_country_top10"] == [["FR", 2], ["AU", 1]]
     assert metrics["complete"] is True
     assert metrics["score_version"] == SCORE_VERSION
-    assert metrics["mean_geoscore_weighted"] is metrics["best_of_k"] is None
+    assert metrics["mean_geoscore_weighted"] is metrics["of_k"] is None
 
 
 def test_no_answer_at_all_gives_zeros_nulls_and_valid_json() -> None:
@@ -223,10 +229,19 @@ def test_mean_of_k_and_best_of_k_are_separate_figures() -> None:
     metrics = as_json(compute_metrics(rows, None))
     assert metrics["samples"] == 2
     assert metrics["mean_geoscore"] == 2500
-    assert metrics["best_of_k"] == {"mean_geoscore": 5000, "country_acc": 1}
+    figures = {name: columns["mean_geoscore"] for name, columns in metrics["of_k"].items()}
+    assert figures == {
+        "mean": {"value": 2500, "interval": [2500, 2500]},
+        "best": {"value": 5000, "interval": [5000, 5000]},
+        "consensus": {"value": 5000, "interval": [5000, 5000]},
+    }
 
 
 # --- The bootstrap
+
+
+def judge(interval: Interval, n: int, **options: bool) -> str:
+    return verdict(interval.difference, interval.p, n, **options)
 
 
 def test_the_interval_of_a_known_case_is_that_of_the_normal_theory() -> None:
@@ -258,8 +273,8 @@ def test_pairing_cancels_how_hard_a_photo_is() -> None:
     hard = np.random.default_rng(3).uniform(0, 5000, 100)
     paired = paired_bootstrap(hard, hard + 10)
     shuffled = paired_bootstrap(hard, np.roll(hard + 10, 1))
-    assert verdict(paired, 100) == "better"
-    assert verdict(shuffled, 100).startswith("not distinguishable")
+    assert judge(paired, 100) == "better"
+    assert judge(shuffled, 100).startswith("not distinguishable")
 
 
 def test_the_same_seed_gives_the_same_interval_and_chunks_change_nothing(
@@ -290,30 +305,30 @@ def test_a_swap_of_the_runs_turns_the_sign(values: list, statistic: Any) -> None
 
 def test_all_ties_are_no_difference() -> None:
     interval = paired_bootstrap([5.0] * 20, [5.0] * 20)
-    assert interval == Interval(0, 0, 0, better=0, worse=0, ties=20)
-    assert verdict(interval, 20) == "not distinguishable at n = 20"
+    assert interval == Interval(0, 0, 0, p=1, better=0, worse=0, ties=20)
+    assert judge(interval, 20) == "not distinguishable at n = 20"
 
 
 def test_one_photo_decides_nothing() -> None:
     interval = paired_bootstrap([0.0], [5000.0])
     assert (interval.low, interval.high) == (5000, 5000)  # the bootstrap of one knows no spread
-    assert verdict(interval, 1) == "not distinguishable at n = 1"
-    assert verdict(interval, eval_metrics.MIN_PAIRS) == "better"  # what MIN_PAIRS holds back
+    assert judge(interval, 1) == "not distinguishable at n = 1"
+    assert judge(interval, eval_metrics.MIN_PAIRS) == "better"  # what MIN_PAIRS holds back
 
 
 def test_a_falling_distance_is_the_better_one() -> None:
     before, after = np.arange(100.0, 120.0), np.arange(50.0, 70.0)
     interval = paired_bootstrap(before, after, statistic="median", lower_is_better=True)
     assert (interval.difference, interval.better, interval.worse) == (-50, 20, 0)
-    assert verdict(interval, 20, lower_is_better=True) == "better"
-    assert verdict(interval, 20) == "worse"
+    assert judge(interval, 20, lower_is_better=True) == "better"
+    assert judge(interval, 20) == "worse"
 
 
 def test_a_median_copes_with_infinite_distances() -> None:
     inf = math.inf
     finite = paired_bootstrap([inf] * 10, [5.0] * 10, statistic="median", lower_is_better=True)
     assert (finite.difference, finite.low, finite.high) == (-inf, -inf, -inf)
-    assert verdict(finite, 10, lower_is_better=True) == "better"
+    assert judge(finite, 10, lower_is_better=True) == "better"
     both = paired_bootstrap([inf] * 10, [inf] * 10, statistic="median")
     assert (both.difference, both.low, both.high, both.ties) == (0, 0, 0, 10)
 
@@ -337,17 +352,19 @@ def test_a_comparison_has_a_row_for_every_headline_metric() -> None:
         "mean_geoscore",
         "country_acc",
         "country_acc_parent",
-        "format_rate",
-        *(f"acc_at_km.{km}" for km in (1, 25, 200, 750, 2500)),
         "median_km",
+        *(f"acc_at_km.{km}" for km in (1, 25, 200, 750, 2500)),
+        *(f"share_over_km.{km}" for km in (2500, 5000)),
+        "format_rate",
+        "zero_share",
+        "truncated_share",
+        "refusal_rate",
     ]
     as_json([asdict(row) for row in rows.values()])
     for name, row in rows.items():
-        key, _, radius = name.partition(".")
         for side, predictions in (("before", before), ("after", after)):
-            figure = compute_metrics(predictions, None)[key]
-            assert getattr(row, side) == (figure[radius] if radius else figure)
-    assert rows["mean_geoscore"].verdict == "better"
+            assert getattr(row, side) == look_up(compute_metrics(predictions, None), name)
+    assert rows["mean_geoscore"].verdict == rows["zero_share"].verdict == "better"
     assert (rows["mean_geoscore"].better, rows["mean_geoscore"].n) == (10, 10)
     assert rows["acc_at_km.1"].ties == 5
     assert rows["median_km"].before is None
@@ -394,3 +411,191 @@ def test_the_largest_gains_and_losses_name_their_photos() -> None:
     assert gains[0][1] == 5000
     assert losses == [("002", -5000)]
     assert largest_changes(before, after, k=1) == (gains[:1], losses)
+
+
+def slow_interval(values: list[float], resamples: int, seed: int) -> list[float]:
+    """The percentile bootstrap as a loop over resamples, with the order statistics spelled out."""
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(resamples):
+        drawn = [values[i] for i in rng.integers(len(values), size=len(values))]
+        means.append(math.fsum(drawn) / len(drawn))
+    means.sort()
+    return [means[math.ceil(tail * resamples) - 1] for tail in (0.025, 0.975)]
+
+
+def test_every_interval_is_that_of_a_slow_reference() -> None:
+    rng = np.random.default_rng(2)
+    texts = [RIGHT, MARSEILLE, SYDNEY, NOTHING]
+    before = run(*[texts[i] for i in rng.integers(4, size=40)])
+    after = run(*[texts[i] for i in rng.integers(4, size=40)])
+    metrics = {m.key: m for m in (*eval_metrics.SCORES, *eval_metrics.RATES)}
+    for row in paired_comparison(before, after, resamples=400, seed=3):
+        if row.metric == "median_km":
+            continue
+        value = metrics[row.metric].value
+        difference = [value(new) - value(old) for old, new in zip(before, after, strict=True)]
+        reference = slow_interval(difference, 400, 3)
+        assert [row.low, row.high] == pytest.approx(reference, abs=1e-9), row.metric
+    intervals = compute_metrics(before, None, resamples=400)["intervals"]
+    for key, interval in intervals.items():
+        values = [metrics[key].value(row) for row in before]
+        assert interval == pytest.approx(slow_interval(values, 400, 0), abs=1e-9)
+
+
+def test_a_median_s_interval_is_that_of_a_slow_reference() -> None:
+    rng = np.random.default_rng(8)
+    before, after = rng.exponential(500, (2, 31))
+    interval = paired_bootstrap(before, after, resamples=200, seed=4, statistic="median")
+    again = np.random.default_rng(4)
+    differences = []
+    for _ in range(200):
+        drawn = again.integers(31, size=31)
+        differences.append(sorted(after[drawn])[15] - sorted(before[drawn])[15])
+    differences.sort()
+    assert [interval.low, interval.high] == pytest.approx([differences[4], differences[194]])
+
+
+def test_a_p_value_counts_the_resamples_beyond_zero() -> None:
+    far = paired_bootstrap(np.zeros(50), np.arange(50) + 1.0, resamples=999)
+    assert far.p == pytest.approx(2 / 1000)
+    rng = np.random.default_rng(0)
+    p_values = [
+        paired_bootstrap(*rng.normal(size=(2, 60)), resamples=400).p for _ in range(200)
+    ]  # no difference in truth: uniform
+    assert 0.01 <= np.mean([p <= 0.05 for p in p_values]) <= 0.11
+    assert np.mean([p <= 0.5 for p in p_values]) == pytest.approx(0.5, abs=0.12)
+
+
+def test_holm_adjusts_a_family() -> None:
+    # Worked by hand: 0.01 x 4; 0.02 x 3; 0.03 x 2; 0.04 x 1, none below the one before.
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([0.001]) == [0.001] and holm([]) == []
+
+
+def test_a_family_of_metrics_is_corrected_and_without_it_chance_gets_through() -> None:
+    """Five photos of forty improved: alone that looks like more than it is in the family."""
+    texts = [RIGHT] * 14 + [MARSEILLE] * 26
+    before, after = run(*texts), run(*([RIGHT] * 19 + texts[19:]))
+    rows = {row.metric: row for row in paired_comparison(before, after)}
+    alone = paired_bootstrap(*_indicator(before, after))
+    assert alone.p < 0.05 and judge(alone, 40) == "better"
+    assert rows["acc_at_km.25"].p > 0.05
+    assert rows["acc_at_km.25"].verdict == "not distinguishable at n = 40"
+    assert rows["acc_at_km.25"].low > 0  # the interval is the plain one
+
+
+def _indicator(before: list, after: list) -> tuple[list[float], list[float]]:
+    def near(rows: list) -> list[float]:
+        return [float(row.d_km is not None and row.d_km < 25) for row in rows]
+
+    return near(before), near(after)
+
+
+def at(latitude: float, longitude: float) -> str:
+    return format_completion("France", latitude, longitude, style="direct")
+
+
+def test_consensus_is_the_answer_nearest_to_the_others() -> None:
+    texts = [at(48, 2), at(-33, 151), at(49, 3), at(48.5, 2.5), NOTHING]
+    rows = [prediction(text, sample=k) for k, text in enumerate(texts)]
+    assert consensus(rows).sample == 3
+    assert consensus(rows[::-1]).sample == 3
+    assert consensus(rows[:1]).sample == 0
+    assert consensus([rows[4], rows[4]]).sample == 4  # nobody names a place
+    assert consensus([rows[4], rows[1]]).sample == 1  # an answer without a place has no say
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-89, 89), st.floats(-179, 179)).map(lambda p: at(*p)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_consensus_is_that_of_a_slow_reference(texts: list[str]) -> None:
+    rows = [prediction(text, sample=k) for k, text in enumerate(texts)]
+    sums = [
+        sum(
+            haversine_km(a.pred_latitude, a.pred_longitude, b.pred_latitude, b.pred_longitude)
+            for b in rows
+        )
+        for a in rows
+    ]
+    assert sums[consensus(rows).sample] == pytest.approx(min(sums))
+
+
+def test_consensus_of_k_can_beat_the_mean_and_lose_to_the_best() -> None:
+    texts = [RIGHT, RIGHT, SYDNEY]
+    rows = [prediction(texts[k], str(i), sample=k) for i in range(5) for k in range(3)]
+    columns = {k: v["country_acc"]["value"] for k, v in compute_metrics(rows, None)["of_k"].items()}
+    assert columns == {"mean": pytest.approx(2 / 3), "best": 1, "consensus": 1}
+
+
+ZURICH = Place("CH", "Zurich", "Bezirk Zuerich", "Zurich")
+ORDINO = Place("AD", "Ordino", None, "Ordino")
+
+
+@pytest.mark.parametrize(
+    ("true", "guess", "hits"),
+    [
+        (ZURICH, ZURICH, (1, 1, 1, 1)),
+        (ZURICH, Place("CH", "Zurich", "Bezirk Meilen", "Zurich"), (1, 1, 0, 0)),
+        (ZURICH, Place("CH", "Bern", "Bezirk Zuerich", "Zurich"), (1, 0, 0, 0)),
+        (ZURICH, Place("DE", "Zurich", "Bezirk Zuerich", "Zurich"), (0, 0, 0, 0)),
+        (ZURICH, None, (0, 0, 0, 0)),
+        (ORDINO, replace(ORDINO, sub_region=""), (1, 1, None, 1)),
+        (ORDINO, replace(ORDINO, sub_region="x"), (1, 1, None, 0)),
+        (Place("AD", None, None, None), Place("AD", "Canillo"), (1, None, None, None)),
+        (Place("AD"), None, (0, None, None, None)),
+    ],
+)  # fmt: skip
+def test_a_name_counts_with_those_above_it_and_only_with_a_label(
+    true: Place, guess: Place | None, hits: tuple
+) -> None:
+    found = place_hits(true, guess)
+    assert tuple(found[level] for level in eval_metrics.LEVELS) == hits
+
+
+def test_a_territory_counts_as_its_parent_under_the_other_policy() -> None:
+    found = place_hits(Place("US", "Florida"), Place("PR", "Aguada"))
+    assert (found["country"], found["country_parent"]) == (0, 1)
+
+
+def test_figures_by_coordinates_leave_out_rows_without_a_label() -> None:
+    rows = run(RIGHT, RIGHT, SYDNEY, NOTHING)
+    places = [(ZURICH, ZURICH), (Place("CH"), ZURICH), (ZURICH, Place("AU")), (ZURICH, None)]
+    hits = {(row.id, row.sample): place_hits(*pair) for row, pair in zip(rows, places, strict=True)}
+    metrics = as_json(compute_metrics(rows, None, hits))
+    assert metrics["country_acc_coords"] == metrics["country_acc_coords_parent"] == 0.5
+    assert metrics["region_acc"] == metrics["city_acc"] == pytest.approx(1 / 3)
+    assert compute_metrics(rows, None)["country_acc_coords"] is None
+    found = {row.metric: row for row in paired_comparison(rows, rows, hits=(hits, hits))}
+    assert (found["country_acc_coords"].n, found["region_acc"].n) == (4, 3)
+
+
+def test_groups_that_fell_most_come_first() -> None:
+    codes = ["FR"] * 8 + ["DE"] * 8 + ["JP"] * 4
+    before = [
+        replace(row, country_iso2=c) for row, c in zip(run(*[RIGHT] * 20), codes, strict=True)
+    ]
+    texts = [RIGHT] * 8 + [SYDNEY] * 8 + [MARSEILLE] * 4
+    after = [replace(row, country_iso2=c) for row, c in zip(run(*texts), codes, strict=True)]
+    changes = changes_by_group(before, after, lambda code: code)
+    assert [(change.name, change.n) for change in changes] == [("DE", 8), ("JP", 4), ("FR", 8)]
+    assert changes[0].low <= changes[0].difference <= changes[0].high < 0
+    (whole,) = changes_by_group(before, after, lambda code: "all")
+    assert whole.n == 20 and whole.difference == pytest.approx(
+        np.mean([new.geoscore - old.geoscore for old, new in zip(before, after, strict=True)])
+    )
+
+
+def test_of_many_values_the_interval_is_the_normal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).exponential(1000, 3000)
+    bootstrap = interval_of_mean(values)
+    monkeypatch.setattr(eval_metrics, "MANY", 2999)
+    normal = interval_of_mean(values)
+    width = bootstrap[1] - bootstrap[0]
+    assert normal != bootstrap
+    assert normal == pytest.approx(bootstrap, abs=0.05 * width)

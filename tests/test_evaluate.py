@@ -129,7 +129,7 @@ def test_rows_of_other_photos_are_refused(folder: Path, script: Script) -> None:
     assert script("run_eval.py", *flags(folder)).code == 0
     path = run_dir(folder) / artifacts.PREDICTIONS
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[1], lines[0], *lines[2:]]))
+    path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
     ended = script("run_eval.py", *flags(folder))
     assert ended.code == 2 and "rows of other photos" in ended.err
 

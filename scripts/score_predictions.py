@@ -1,0 +1,23 @@
+"""Scores anybody's predictions against a truth file, by the code that scores this project's own."""
+
+import argparse
+from pathlib import Path
+
+from geoguessr_rl.config import run_script
+
+
+def main() -> None:
+    """Parses the command line and scores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("predictions", type=Path, help="JSON Lines or CSV")
+    parser.add_argument("--truth", type=Path, required=True, help="a split's parquet file")
+    parser.add_argument("--output", type=Path, help="where the metrics go as JSON")
+    args = parser.parse_args()
+
+    from geoguessr_rl.phases import score
+
+    print("\n".join(score.run(args.predictions, args.truth, args.output)))
+
+
+if __name__ == "__main__":
+    run_script(main)
