@@ -257,8 +257,11 @@ def write_rows(path: Path, rows: Sequence[Any]) -> None:
     write_bytes(path, header + _lines(rows))
 
 
-def append_rows(path: Path, rows: Sequence[Any]) -> None:
-    """Appends dataclasses to JSON Lines; half a line that a kill left there is cut off first."""
+def append_rows(path: Path, rows: Sequence[Any], *, sync: bool = True) -> None:
+    """Appends dataclasses to JSON Lines; half a line that a kill left there is cut off first.
+
+    For `sync` see `replacing`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         end = file.tell()
@@ -266,8 +269,9 @@ def append_rows(path: Path, rows: Sequence[Any]) -> None:
             end -= 1
         file.truncate(end)
         file.write(_lines(rows))
-        file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def holds_rows(path: Path) -> bool:

@@ -86,7 +86,8 @@ def _beyond(km: float) -> RowValue:
 
 
 def _is_refusal(row: Prediction) -> float:
-    return float(row.format == 0 and _REFUSAL.search(row.completion) is not None)
+    refuses = row.finish_reason == "refusal" or _REFUSAL.search(row.completion) is not None
+    return float(row.format == 0 and refuses)
 
 
 SCORES = (

@@ -203,7 +203,7 @@ def store(
             for row, stored in block:
                 if row.reason is None:
                     artifacts.write_bytes(out / row.path, stored, sync=False)
-            artifacts.append_rows(out / LEDGER, [row for row, _ in block])
+            artifacts.append_rows(out / LEDGER, [row for row, _ in block], sync=False)
             known |= {row.path: row for row, _ in block}
             bar.update(len(block))
     return {task.path: known[task.path] for task in tasks}

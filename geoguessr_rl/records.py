@@ -23,9 +23,10 @@ PHOTO_SCHEMA: dict[str, pl.DataType] = {
 }
 OPTIONAL_COLUMNS = ("sub_region", "creator")
 
-FinishReason = Literal["stop", "length", "error"]
-"""`stop`: the model ended its turn. `length`: cut at the token cap. `error`: the transport
-failed, so there is no answer to score."""
+FinishReason = Literal["stop", "length", "refusal", "error"]
+"""`stop`: the model ended its turn. `length`: cut at the token cap. `refusal`: a server's filter
+or the model refused, which is an answer. `error`: the transport failed, so there is no answer to
+score."""
 
 Outcome = Literal["answered", "unparseable", "truncated", "error"]
 """What became of one completion. A truncated one that still holds an answer is `answered`."""

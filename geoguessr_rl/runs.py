@@ -57,6 +57,12 @@ def load_run(folder: Path) -> Run:
         for name in (artifacts.IDENTITY, artifacts.RESOLVED_CONFIG, artifacts.METRICS)
     )
     rows = artifacts.read_rows(folder / artifacts.PREDICTIONS, Prediction)
+    header = artifacts.read_header(folder / artifacts.PREDICTIONS) or {}
+    if {key: value for key, value in header.items() if key != "versions"} != identity:
+        raise UserError(
+            f"{folder / artifacts.IDENTITY} is not the header of {artifacts.PREDICTIONS}; evaluate "
+            "that run again"
+        )
     errors = sum(row.outcome == "error" for row in rows)
     if errors or not rows:
         what = f"{errors} of its {len(rows)} rows are transport errors" if rows else "it has no row"
@@ -142,10 +148,6 @@ def verify(folder: Path) -> str:
             problems.append(f"{where} is not in {split.name}")
         elif any(getattr(row, name) != getattr(truth[row.id], name) for name in labels):
             problems.append(f"{where}: its truth is not that of {split.name}")
-    header = dict(artifacts.read_header(folder / artifacts.PREDICTIONS) or {})
-    header.pop("versions", None)
-    if header != run.identity:
-        problems.append(f"{artifacts.IDENTITY} is not the header of {artifacts.PREDICTIONS}")
     if not problems:
         problems += metric_differences(with_places(run, split), split.country_share)
     if problems:

@@ -2,11 +2,12 @@
 
 `python scripts/benchmark.py` runs every task, `python scripts/benchmark.py reward` one. The exit
 code is 1 when a task breaks its bound. To add a task, write a function and name it in `TASKS`. Run
-it alone on the machine. `data` needs Linux, 10 GB of disk and about ten minutes.
+it alone on the machine. `data` needs Linux, 10 GB of disk and about ten minutes; `eval` needs vLLM.
 """
 
 import argparse
 import io
+import json
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -145,24 +147,40 @@ def _tree_bytes(pid: int) -> int:
     return total
 
 
-def _prepare(root: Path, *settings: str) -> tuple[float, float, int]:
+def _run(*command: object) -> None:
+    """Runs a script of the project, and raises with what it printed when it fails."""
+    root = Path(__file__).parents[1]
+    ended = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=root, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        raise RuntimeError(ended.stdout + ended.stderr)
+
+
+def _watch(folder: Path, *command: object) -> tuple[float, int]:
+    """Runs a script of the project; returns its seconds and its peak memory in bytes."""
+    log = folder / "watched.log"
+    start, peak = time.perf_counter(), 0
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdout=output, stderr=output, cwd=Path(__file__).parents[1],
+        )  # fmt: skip
+        while process.poll() is None:
+            peak = max(peak, _tree_bytes(process.pid))
+            time.sleep(0.05)
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise RuntimeError(log.read_text())
+    return seconds, peak
+
+
+def _prepare(root: Path, *settings: str) -> tuple[float, int, int]:
     """Prepares from local files in a fresh folder; returns seconds, peak bytes and train rows."""
     with tempfile.TemporaryDirectory(dir=root) as out:
         flags = [part for setting in settings for part in ("--set", setting)]
-        command = ["scripts/prepare_data.py", "--source", root, "--output_dir", out, *flags]
-        log = root / "prepare.log"
-        start, peak = time.perf_counter(), 0
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, command), "--workers", str(WORKERS)],
-                stdout=output, stderr=output, cwd=Path(__file__).parents[1],
-            )  # fmt: skip
-            while process.poll() is None:
-                peak = max(peak, _tree_bytes(process.pid))
-                time.sleep(0.05)
-        seconds = time.perf_counter() - start
-        if process.returncode:
-            raise RuntimeError(log.read_text())
+        places = ("--source", root, "--output_dir", out, "--workers", WORKERS)
+        seconds, peak = _watch(root, "scripts/prepare_data.py", *places, *flags)
         return seconds, peak, pl.read_parquet(Path(out) / "train_pool.parquet").height
 
 
@@ -227,7 +245,149 @@ def data() -> bool:
     return all(kept)
 
 
-TASKS: dict[str, Callable[[], bool]] = {"reward": reward, "data": data}
+SCORE_ROWS = 210_122  # OSV-5M's whole test set
+SCORE_BOUND_SECONDS = 20.0
+EVAL_BOUND_RATIO = 1.05
+EVAL_BOUND_BYTES = 600e6
+EVAL_PAIRS = 9
+
+
+def _truth(rows: int, rng: np.random.Generator) -> pl.DataFrame:
+    """Returns the table of a split with labels as OSV-5M has them."""
+    from geoguessr_rl.places import nearest_places
+    from geoguessr_rl.records import PHOTO_SCHEMA
+
+    points = list(zip(rng.uniform(-60, 75, rows), rng.uniform(-180, 180, rows), strict=True))
+    return pl.DataFrame(
+        [
+            {
+                "image_path": f"images/{n + 10**15}.jpg",
+                "latitude": latitude,
+                "longitude": longitude,
+                "country_iso2": place.country_iso2,
+                "region": place.region or None,
+                "sub_region": place.sub_region or None,
+                "city": place.city,
+            }
+            for n, ((latitude, longitude), place) in enumerate(
+                zip(points, nearest_places(points), strict=True)
+            )
+        ],
+        schema=PHOTO_SCHEMA,
+    )
+
+
+def score() -> bool:
+    """Scores predictions for the whole OSV-5M test set, completions of a usual length."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        truth = _truth(SCORE_ROWS, rng)
+        truth.write_parquet(root / "truth.parquet")
+        with (root / "predictions.jsonl").open("w") as file:
+            for row in truth.iter_rows(named=True):
+                latitude = min(90.0, row["latitude"] + rng.normal(0, 5))
+                text = format_completion(
+                    "France", latitude, row["longitude"], clues=_CLUES, style="think"
+                )
+                identifier = Path(row["image_path"]).stem
+                file.write(json.dumps({"id": identifier, "completion": text}) + "\n")
+        files = (root / "predictions.jsonl", "--truth", root / "truth.parquet")
+        seconds, peak = _watch(root, "scripts/score_predictions.py", *files)
+    kept = seconds <= SCORE_BOUND_SECONDS
+    print(f"score: {SCORE_ROWS:,} predictions in {seconds:.1f} s, peak {peak / 1e9:.2f} GB")
+    print(f"  bound {SCORE_BOUND_SECONDS:.0f} s: {'kept' if kept else 'BROKEN'}")
+    return kept
+
+
+def evaluation() -> bool:
+    """Times evaluation against the engine alone, and watches its memory over 10,000 photos."""
+    from geoguessr_rl import artifacts
+    from geoguessr_rl import data as splits
+    from geoguessr_rl.backends import open_backend, open_photo
+    from geoguessr_rl.backends.predictions import generate, sampling_of
+    from geoguessr_rl.config import CONFIGS, EvalConfig, load
+
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        _run("scripts/draw_embedded.py", root / "embedded")
+        _run(
+            "scripts/prepare_data.py", "--config", CONFIGS / "embedded/data.yaml",
+            "--source", root / "embedded/world", "--output_dir", root / "data",
+        )  # fmt: skip
+        flags = {
+            "model.name": str(root / "embedded/tiny"),
+            "data_dir": root / "data",
+            "generation.backend": "vllm",
+            "generation.block_size": 100,
+            "generation.max_tokens": 64,
+        }
+        config = load(EvalConfig, CONFIGS / "embedded/eval.yaml", flags=flags)
+        photos = splits.load_split(root / "data", "eval_osv").photos
+        sampling = sampling_of(config.generation, 1)
+        backend: Any = open_backend(config.generation, config.model, config.prompt.style)
+
+        def bare() -> None:
+            for block in artifacts.blocks(photos, config.generation.block_size):
+                params = backend._sampling_params(
+                    temperature=0.0, max_tokens=sampling.max_tokens, seed=0
+                )
+                prompts = [
+                    {
+                        "prompt_token_ids": backend._prompt_ids,
+                        "multi_modal_data": {"image": open_photo(photo)},
+                    }
+                    for photo in block
+                ]
+                backend._llm.generate(prompts, params, use_tqdm=False)
+
+        def whole(n: int) -> None:
+            path = root / f"{n}.jsonl"
+            parts = (config.generation, config.model, config.prompt, sampling)
+            rows = generate(path, photos, *parts, engine=lambda: backend)
+            assert len(rows) == len(photos)
+
+        def seconds(call: Callable[[], None]) -> float:
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        bare()  # what the first call alone pays for
+        ratios = []
+        for n in range(EVAL_PAIRS):
+            pair = [lambda n=n: whole(n), bare]
+            times = {call is bare: seconds(call) for call in (pair if n % 2 else pair[::-1])}
+            ratios.append(times[False] / times[True])
+        ratio = float(np.median(ratios))
+        cheap = ratio <= EVAL_BOUND_RATIO
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"eval: {len(photos)} photos, {EVAL_PAIRS} pairs, {spread}")
+        print(f"  median {ratio:.3f} times the engine alone, at most {EVAL_BOUND_RATIO}: "
+              f"{'kept' if cheap else 'BROKEN'}")  # fmt: skip
+
+        table = _truth(10_000, rng)
+        hashes = {Path(name).stem: "0" for name in table["image_path"]}
+        manifest = splits.build_manifest(
+            "eval_osv", "evaluation", table, hashes, image_policy={}, dataset={}
+        )
+        artifacts.write_parquet(root / "many/eval_osv.parquet", table)
+        artifacts.write_json(splits.manifest_path(root / "many", "eval_osv"), manifest)
+        flags = ["--backend", "scripted", "--set", "generation.script=random_land"]
+        command = ("scripts/run_eval.py", "--data_dir", root / "many", *flags)
+        _, peak = _watch(root, *command, "--output_dir", root / "eval")
+        small = peak < EVAL_BOUND_BYTES
+        verdict = "kept" if small else "BROKEN"
+        print(f"  10,000 photos: peak {peak / 1e6:.0f} MB, under 600 MB: {verdict}")
+    return cheap and small
+
+
+TASKS: dict[str, Callable[[], bool]] = {
+    "reward": reward,
+    "data": data,
+    "score": score,
+    "eval": evaluation,
+}
 
 
 def main() -> int:

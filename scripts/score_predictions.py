@@ -1,6 +1,7 @@
 """Scores anybody's predictions against a truth file, by the code that scores this project's own."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from geoguessr_rl.config import run_script
@@ -16,7 +17,10 @@ def main() -> None:
 
     from geoguessr_rl.phases import score
 
-    print("\n".join(score.run(args.predictions, args.truth, args.output)))
+    lines, complete = score.run(args.predictions, args.truth, args.output)
+    print("\n".join(lines))
+    if not complete:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path, help="run folder before: outputs/eval/base/eval_osv")
     parser.add_argument("rl", type=Path, help="run folder after: outputs/eval/rl/eval_osv")
+    parser.add_argument(
+        "more", type=Path, nargs="*", help="further runs for the table of all arms: baselines"
+    )
     parser.add_argument("--training", type=Path, metavar="DIR", help="draw this run's curves too")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs"), metavar="DIR")
     parser.add_argument("--note", default="", metavar="TEXT", help="the report's first line")
@@ -25,6 +28,7 @@ def main() -> None:
         report.run(
             args.base,
             args.rl,
+            args.more,
             training=args.training,
             output_dir=args.output_dir,
             note=args.note,

@@ -108,6 +108,9 @@ def test_other_photos_size_or_score_version_are_refused_by_name(
     identity = json.loads((folders[1] / artifacts.IDENTITY).read_text())
     identity[key] = {"image": {"long_edge": 5}}.get(key, "another")
     (folders[1] / artifacts.IDENTITY).write_text(json.dumps(identity))
+    path = folders[1] / artifacts.PREDICTIONS
+    _, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps({"header": identity}) + "\n", *rows]))
     ended = script("compare_runs.py", *folders)
     assert ended.code == 2 and f"not comparable: {key} is" in ended.err
 

@@ -148,7 +148,6 @@ def edit_row(path: Path, **values: Any) -> None:
         ("photo", "photo q99, sample 0 is not in eval_osv"),
         ("metric", "says mean_geoscore = 4999.0, and the rows beside it give"),
         ("nested metric", "says acc_at_km = "),
-        ("header", "run.json is not the header of predictions.jsonl"),
     ],
 )
 def test_whatever_was_edited_is_named(what: str, says: str, folder: Path, script: Script) -> None:
@@ -160,9 +159,6 @@ def test_whatever_was_edited_is_named(what: str, says: str, folder: Path, script
     }  # fmt: skip
     if what in changes:
         edit_row(path, **changes[what])
-    elif what == "header":
-        identity = run_dir(folder) / artifacts.IDENTITY
-        identity.write_text(identity.read_text().replace("random_land", "constant"))
     else:
         metrics = metrics_of(folder)
         if what == "metric":
@@ -173,6 +169,14 @@ def test_whatever_was_edited_is_named(what: str, says: str, folder: Path, script
     ended = verify(folder, script)
     assert ended.code == 2 and "figures differ; evaluate that run again" in ended.err
     assert says in ended.out
+
+
+def test_an_identity_that_is_not_the_header_is_refused(folder: Path, script: Script) -> None:
+    assert script("run_eval.py", *flags(folder, *scripted("random_land"))).code == 0
+    identity = run_dir(folder) / artifacts.IDENTITY
+    identity.write_text(identity.read_text().replace("random_land", "constant"))
+    ended = verify(folder, script)
+    assert ended.code == 2 and "run.json is not the header of predictions.jsonl" in ended.err
 
 
 # --- Servers that fail

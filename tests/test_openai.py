@@ -453,9 +453,9 @@ def test_there_are_no_log_probabilities(connect: Connect, photos: list[Photo]) -
     (as_json({"choices": [{"message": {"role": "assistant"}, "finish_reason": "length"}]}),
      Completion("", 0, "length")),
     (chat("", "stop"), Completion("", 7, "stop", 120)),
-    (chat(None, "content_filter"), Completion("", 7, "stop", 120)),
-    (chat("I ca", "content_filter"), Completion("I ca", 7, "stop", 120)),
-    (chat(None, refusal="I cannot say."), Completion("I cannot say.", 7, "stop", 120)),
+    (chat(None, "content_filter"), Completion("", 7, "refusal", 120)),
+    (chat("I ca", "content_filter"), Completion("I ca", 7, "refusal", 120)),
+    (chat(None, refusal="I cannot say."), Completion("I cannot say.", 7, "refusal", 120)),
     (chat("a b c", usage=None), Completion("a b c", 3, "stop")),
     (chat("a b c", usage={}), Completion("a b c", 3, "stop")),
     (chat("a b", usage={"completion_tokens": 9}), Completion("a b", 9, "stop")),
@@ -472,7 +472,7 @@ def test_a_photo_that_a_filter_refuses_is_a_refusal(
     connect: Connect, photos: list[Photo], code: str
 ) -> None:
     with ApiServer(by_photo(photos, fault=error(400, "not this", code), times=9)) as server:
-        assert connect(server).generate(photos[:2], GREEDY) == [[Completion("", 0, "stop")]] * 2
+        assert connect(server).generate(photos[:2], GREEDY) == [[Completion("", 0, "refusal")]] * 2
     assert len(server.requests) == 2
 
 

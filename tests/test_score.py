@@ -100,7 +100,7 @@ def test_a_country_is_a_name_or_a_code_and_territories_count_by_both_policies(
 
 
 def test_completions_are_parsed_as_any_other_and_failures_are_told_apart(
-    truth: Path, tmp_path: Path
+    truth: Path, tmp_path: Path, script: Callable[..., Any]
 ) -> None:
     rows = [
         {"id": "10", "completion": format_completion("Switzerland", 46.34, 10.04, style="think")},
@@ -108,7 +108,10 @@ def test_completions_are_parsed_as_any_other_and_failures_are_told_apart(
         {"id": "30", "completion": "<think> endless", "finish_reason": "length", "tokens": 512},
         {"id": "0040", "completion": "", "finish_reason": "error"},
     ]
-    metrics = scored(write(tmp_path / "p.jsonl", rows), truth)
+    path = write(tmp_path / "p.jsonl", rows)
+    metrics = scored(path, truth)
+    ended = script("score_predictions.py", path, "--truth", truth)
+    assert ended.code == 1 and "incomplete: 1 predictions are transport errors" in ended.out
     outcomes = {"answered": 1, "unparseable": 1, "truncated": 1, "error": 1}
     assert metrics["outcomes"] == outcomes and metrics["complete"] is False
     assert metrics["n"] == 3 and metrics["mean_geoscore"] == pytest.approx(5000 / 3)
@@ -312,7 +315,7 @@ def test_scoring_needs_no_torch(truth: Path, tmp_path: Path) -> None:
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
         "from geoguessr_rl.phases import score\n"
-        "print(*score.run(Path(sys.argv[1]), Path(sys.argv[2])))\n"
+        "print(*score.run(Path(sys.argv[1]), Path(sys.argv[2]))[0])\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, path, truth], capture_output=True, text=True, check=False

@@ -261,6 +261,13 @@ def test_the_run_records_what_it_was_trained_on(
         check_trained_alike(checkpoint, "direct", split.image_policy)
     with pytest.raises(UserError, match="was trained with image"):
         check_trained_alike(checkpoint, "think", {**split.image_policy, "long_edge": 512})
+    base = small_run(world, "record", 2).model.name
+    check_trained_alike(checkpoint, "think", split.image_policy, base)
+    retrained = world / "retrained"
+    shutil.copytree(base, retrained)
+    (retrained / "generation_config.json").write_text('{"changed": true}')
+    with pytest.raises(UserError, match="was trained on other weights than those in"):
+        check_trained_alike(checkpoint, "think", split.image_policy, str(retrained))
 
 
 def test_a_resume_under_another_reward_or_model_is_refused(

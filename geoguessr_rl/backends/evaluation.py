@@ -43,7 +43,8 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
     sampling = sampling_of(config.generation, config.samples)
     if config.lora is not None:
         lora = find_adapter(config.lora)
-        check_trained_alike(lora, config.prompt.style, split.image_policy)
+        base = None if config.allow_base_mismatch else config.model.name
+        check_trained_alike(lora, config.prompt.style, split.image_policy, base)
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir / config.run_name / config.split
     with artifacts.run_lock(out):
@@ -56,6 +57,8 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
             sampling,
             config.data_dir,
         )
+        if config.allow_base_mismatch:  # else a second run without it would wash the figures
+            described["allow_base_mismatch"] = True
         artifacts.claim(
             out / artifacts.IDENTITY,
             described,

@@ -201,7 +201,7 @@ class OpenAIBackend:
             raise _TransportError(f"no connection ({error.__cause__ or error})") from None
         except openai.APIStatusError as error:
             if error.status_code == 400 and error.code in REFUSAL_CODES:
-                return Completion("", 0, "stop")
+                return Completion("", 0, "refusal")
             if 400 <= error.status_code < 500 and error.status_code not in RETRIED_4XX:
                 raise self._refusal(error) from None
             pause = retry_after(error.response.headers.get("retry-after"))
@@ -279,7 +279,8 @@ def read_completion(body: Any) -> Completion:
         raise ValueError("an answer that is no text")
     text = text or ""
     tokens, prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
-    reason: FinishReason = "length" if finish == "length" else "stop"
+    refused = finish == "content_filter" or bool(message.get("refusal"))
+    reason: FinishReason = "refusal" if refused else "length" if finish == "length" else "stop"
     return Completion(
         text,
         tokens if isinstance(tokens, int) else len(text.split()),

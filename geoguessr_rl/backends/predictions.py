@@ -47,8 +47,18 @@ def find_adapter(lora: Path) -> Path:
     return checkpoints[-1]
 
 
-def check_trained_alike(lora: Path, style: str, image_policy: Mapping[str, Any]) -> None:
-    """Refuses to measure an adapter under another prompt or photo size than it was trained on."""
+def check_trained_alike(
+    lora: Path, style: str, image_policy: Mapping[str, Any], base: str | None = None
+) -> None:
+    """Refuses to measure an adapter under another prompt or photo size than it was trained on.
+
+    Args:
+        lora: The adapter's folder.
+        style: The prompt style of this run.
+        image_policy: The size of its photos.
+        base: The base model, whose weights must be those that the adapter was trained on where both
+            are in folders; None leaves that to the caller.
+    """
     for folder in (lora, lora.parent):
         record = folder / artifacts.IDENTITY
         if not record.is_file():
@@ -62,6 +72,12 @@ def check_trained_alike(lora: Path, style: str, image_policy: Mapping[str, Any])
                     f"{lora} was trained with {name} {there!r}, and this run has {here!r}; "
                     "use the same for both"
                 )
+        files, then = base and artifacts.folder_fingerprint(base), trained.get("model_files")
+        if files and then and files != then:
+            raise UserError(
+                f"{lora} was trained on other weights than those in {base} now; name the base of "
+                "that time, or pass --allow_base_mismatch"
+            )
         return
 
 

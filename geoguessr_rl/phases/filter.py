@@ -79,7 +79,7 @@ def run(config: FilterConfig) -> dict[str, Any]:
     sampling = sampling_of(config.generation, config.completions)
     if config.lora is not None:
         lora = find_adapter(config.lora)
-        check_trained_alike(lora, config.prompt.style, pool.image_policy)
+        check_trained_alike(lora, config.prompt.style, pool.image_policy, config.model.name)
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir
     with artifacts.run_lock(out):

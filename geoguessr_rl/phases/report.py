@@ -1,15 +1,19 @@
-"""Report: two runs over the same photos -> `report.md` and a self-contained `report.html`.
+"""Report: runs over the same photos -> `report.md` and a self-contained `report.html`.
 
-This module decides what is said, the two templates beside it how it looks; what may be compared is
-decided in `runs.py`. Both pages say the same, hold no dates and no scripts, and ask the network for
-nothing.
+The first run is the base, the second the one that the pages are about; further ones, such as the
+baselines, stand in the table of all arms. This module decides what is said, the two templates
+beside it how it looks; what may be compared is decided in `runs.py`. Both pages say the same, hold
+no dates and no scripts, and ask the network for nothing.
 """
 
 import base64
+import json
 import math
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +23,45 @@ import numpy as np
 from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.charts import chart, running_mean
-from geoguessr_rl.countries import CODES, name_of
+from geoguessr_rl.config import EvalConfig
 from geoguessr_rl.eval_metrics import (
+    CONFIDENCE,
+    RESAMPLES,
+    Agreement,
     Comparison,
+    agreement,
     by_photo,
-    compute_metrics,
+    consensus,
+    interval_of_mean,
     largest_changes,
-    paired_bootstrap,
     paired_comparison,
-    verdict,
+    weighted_geoscore,
 )
-from geoguessr_rl.records import Photo
+from geoguessr_rl.outlines import land_path
+from geoguessr_rl.prompt import THINK_CLOSE, THINK_OPEN
+from geoguessr_rl.records import Photo, Prediction
+from geoguessr_rl.report_figures import MAPPED, confusion, guess_map, log_scatter
 from geoguessr_rl.reward import GEOSCORE_MAX
-from geoguessr_rl.runs import Run, load_pair
+from geoguessr_rl.runs import Run, load_runs
+from geoguessr_rl.tables import TABLE, country_name, number, printable
 
-RESAMPLES = 10_000
 LISTED = 10  # rows of the lists of countries
+CLUES = 280  # characters of a card's clues; the whole answer stands below them
 
-# The table: group, unit, whether lower is better, and each metric with its label.
-TABLE: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
-    (
-        "GeoScore, 0 to 5,000 a photo", "score", False,
-        {
-            "mean_geoscore": "Mean GeoScore",
-            "mean_geoscore_weighted": "Mean GeoScore, weighted by country share",
-        },
-    ),
-    ("Distance in km, lower is better", "km", True, {"median_km": "Median distance"}),
-    (
-        "Share of photos in %", "share", False,
-        {
-            "country_acc": "Right country",
-            "country_acc_parent": "Right country, territories as their parent",
-            **{f"acc_at_km.{km}": f"Within {km:,} km" for km in (1, 25, 200, 750, 2500)},
-            "format_rate": "Answer in the asked format",
-        },
-    ),
-    (
-        "Share of photos in %, lower is better", "share", True,
-        {
-            "share_over_km.2500": "Over 2,500 km off, or no place",
-            "share_over_km.5000": "Over 5,000 km off, or no place",
-            "zero_share": "No answer to score",
-            "truncated_share": "Cut off at the token limit",
-            "refusal_rate": "Refusal",
-        },
-    ),
-)  # fmt: skip
+# A run collapses when it names one country in more than COLLAPSE_SHARE of its answers, and at least
+# COLLAPSE_TIMES as often as that is true. A quarter: a split that is drawn country by country has
+# a few percent of any, and a model that is unsure spreads. Three times: where photos are few or
+# lopsided, a country may well be true of a tenth or more, and naming it often is then no fault.
+COLLAPSE_SHARE = 0.25
+COLLAPSE_TIMES = 3
 
-# GeoScores published on the full OSV-5M test set.
+# GeoScores published on the full OSV-5M test set, except where the name says otherwise.
 PUBLISHED = (
     ("A random point on land", 328),
     ("Human annotators", 1009),
     ("Average GeoGuessr player, about", 2109),
     ("Claude 3.5 Sonnet, zero-shot", 2269),
-    ("Small head on CLIP B/32 (hobby project, one test shard)", 2496),
+    ("Small head on CLIP B/32 (a hobby project, on one test shard)", 2496),
     ("Best OSV-5M classifier", 3361),
     ("Expert player, about", 4579),
 )
@@ -102,79 +90,27 @@ CURVES: tuple[tuple[str, str, float, dict[str, str]], ...] = (
 
 
 def compare(base: Run, tuned: Run, share: Mapping[str, float]) -> dict[str, Comparison]:
-    """Compares every metric of the table, photo by photo.
-
-    `paired_comparison` gives most. The weighted mean is here the mean of GeoScores times fixed
-    weights a photo, which equals the metric's own figure on the photos at hand.
-    """
-    pairs = paired_comparison(base.rows, tuned.rows, resamples=RESAMPLES)
-    found = {pair.metric: pair for pair in pairs}
-    n = pairs[0].n
-
-    def add(metric: str, old: Sequence[float], new: Sequence[float], lower: bool) -> None:
-        interval = paired_bootstrap(old, new, resamples=RESAMPLES, lower_is_better=lower)
-        found[metric] = Comparison(
-            metric,
-            float(np.mean(old)),
-            float(np.mean(new)),
-            interval.difference,
-            interval.low,
-            interval.high,
-            interval.better,
-            interval.worse,
-            interval.ties,
-            n,
-            verdict(interval, n, lower_is_better=lower),
-        )
-
-    old, new = by_photo(base.rows), by_photo(tuned.rows)
-    before, after = ([compute_metrics(rows, None) for rows in run.values()] for run in (old, new))
-    for _, _, lower, metrics in TABLE:
-        for key in metrics.keys() - found.keys() - {"mean_geoscore_weighted"}:
-            add(key, [_get(one, key) for one in before], [_get(one, key) for one in after], lower)
-    countries = [rows[0].country_iso2 for rows in old.values()]
-    counts = Counter(countries)
-    if total := math.fsum(share.get(code, 0) for code in counts):
-        scale = len(countries) / total
-        weights = [scale * share.get(code, 0) / counts[code] for code in countries]
-        scores = (
-            [w * one["mean_geoscore"] for w, one in zip(weights, side, strict=True)]
-            for side in (before, after)
-        )
-        add("mean_geoscore_weighted", next(scores), next(scores), lower=False)
-    return found
-
-
-def _get(metrics: Mapping[str, Any], key: str) -> Any:
-    """Reads `a.b` from nested metrics."""
-    for part in key.split("."):
-        metrics = metrics[part]
-    return metrics
-
-
-def number(value: float | None, unit: str, *, signed: bool = False) -> str:
-    """Writes a figure as the tables show it: thousands parted, a real minus, shares in percent."""
-    if value is None:
-        return "–"
-    digits = 1 if unit == "share" or (unit == "km" and abs(value) < 100) else 0
-    value = round(value * (100 if unit == "share" else 1), digits) + 0.0  # no minus zero
-    return f"{value:{'+' if signed and value else ''},.{digits}f}".replace("-", "−")
+    """Compares every metric of the table, photo by photo."""
+    pairs = paired_comparison(
+        base.rows, tuned.rows, country_weights=share, hits=(base.hits, tuned.hits)
+    )
+    return {pair.metric: pair for pair in pairs}
 
 
 def table(found: Mapping[str, Comparison]) -> list[dict[str, Any]]:
     """Returns the groups of the before-and-after table with every figure written out."""
 
     def line(pair: Comparison, label: str, unit: str) -> dict[str, Any]:
-        low, high = (number(end, unit, signed=True) for end in (pair.low, pair.high))
         return {
             "label": label,
             "before": number(pair.before, unit),
             "after": number(pair.after, unit),
             "change": number(pair.difference, unit, signed=True),
-            "interval": f"{low} to {high}",
+            "interval": interval_text((pair.low, pair.high), unit, signed=True),
+            "p": p_value(pair.p),
             "photos": (pair.better, pair.worse, pair.ties),
             "verdict": pair.verdict.partition(" at n")[0],
-            "tone": pair.verdict if pair.verdict in ("better", "worse") else "open",
+            "tone": tone(pair),
         }
 
     return [
@@ -186,9 +122,135 @@ def table(found: Mapping[str, Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def country_name(code: str | None) -> str:
-    """Returns a code's English name; a name without a code stays as the model wrote it."""
-    return name_of(code) if code is not None and code in CODES else printable(str(code))
+def p_value(p: float) -> str:
+    """Writes a p-value with three digits, and never as none at all."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def tone(pair: Comparison) -> str:
+    """Returns the class of a verdict, which decides its colour."""
+    return pair.verdict if pair.verdict in ("better", "worse") else "open"
+
+
+def interval_text(ends: Sequence[float | None] | None, unit: str, *, signed: bool = False) -> str:
+    """Writes an interval as "low to high"; a dash without one."""
+    return " to ".join(number(end, unit, signed=signed) for end in ends) if ends else "–"
+
+
+def arms(runs: Sequence[Run], found: Sequence[Mapping[str, Comparison]]) -> list[dict[str, Any]]:
+    """Returns the table of all arms: each run's figures, and what parts it from the first.
+
+    A verdict is that of the run's own comparison with the base, so that a further arm changes none.
+
+    Args:
+        runs: The base first.
+        found: The comparison of every other run with it.
+    """
+    rows = []
+    for run, pairs in zip(runs, [found[0], *found], strict=True):
+        figures = {m: pair.before if run is runs[0] else pair.after for m, pair in pairs.items()}
+        head, ends = pairs["mean_geoscore"], run.stored["intervals"]["mean_geoscore"]
+        row = {
+            "name": run.name,
+            "mean": figures["mean_geoscore"],
+            "ends": ends,
+            "score": number(figures["mean_geoscore"], "score"),
+            "interval": interval_text(ends, "score"),
+            "country": number(figures["country_acc"], "share"),
+            "median": number(figures["median_km"], "km"),
+            "format": number(figures["format_rate"], "share"),
+            "change": "",
+            "change_interval": "",
+            "verdict": "",
+            "tone": "open",
+        }
+        if run is not runs[0]:
+            row["change"] = number(head.difference, "score", signed=True)
+            row["change_interval"] = interval_text((head.low, head.high), "score", signed=True)
+            row["verdict"] = head.verdict.partition(" at n")[0]
+            row["tone"] = tone(head)
+        rows.append(row)
+    return rows
+
+
+def of_k(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns mean-of-K, best-of-K and consensus-of-K of each run; nothing where K is 1."""
+    return [
+        {
+            "name": run.name,
+            "cells": [
+                (
+                    number(figures[key]["value"], unit),
+                    interval_text(figures[key]["interval"], unit),
+                )
+                for key, unit in (("mean_geoscore", "score"), ("country_acc", "share"))
+                for figures in run.stored["of_k"].values()
+            ],
+        }
+        for run in runs
+        if run.stored["of_k"]
+    ]
+
+
+def means(
+    base: Run, tuned: Run, found: Mapping[str, Comparison], share: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Returns the mean over photos and the mean weighted by country share, with both intervals."""
+    cards = []
+    for key, title in (
+        ("mean_geoscore", "Every photo counts the same"),
+        ("mean_geoscore_weighted", "Countries weighted by their share"),
+    ):
+        if key not in found:
+            continue
+        own = []
+        for run in (base, tuned):
+            weighted = weighted_geoscore(run.rows, share) if key != "mean_geoscore" else None
+            values = [
+                float(np.mean([weighted.value(row) if weighted else row.geoscore for row in rows]))
+                for rows in by_photo(run.rows).values()
+            ]
+            own.append(interval_text(interval_of_mean(values), "score"))
+        pair = found[key]
+        cards.append(
+            {
+                "key": key,
+                "title": title,
+                "before": number(pair.before, "score"),
+                "after": number(pair.after, "score"),
+                "own": own,
+                "change": number(pair.difference, "score", signed=True),
+                "interval": interval_text((pair.low, pair.high), "score", signed=True),
+                "verdict": pair.verdict,
+                "tone": tone(pair),
+            }
+        )
+    return cards
+
+
+def collapse(run: Run) -> tuple[str, float, float] | None:
+    """Returns the country that a run names far too often, its share of the answers and of truths.
+
+    Of several it is the one named most. An answer without a country counts among the answers.
+    """
+    named = Counter(row.pred_country_iso2 or row.pred_country for row in run.rows)
+    true = Counter(row.country_iso2 for row in run.rows)
+    n = len(run.rows)
+    for code, count in sorted(named.items(), key=lambda item: (-item[1], str(item[0]))):
+        truth = true[code or ""]
+        if code and count > COLLAPSE_SHARE * n and count >= COLLAPSE_TIMES * truth:
+            return country_name(code), count / n, truth / n
+    return None
+
+
+def alarms(base: Run, tuned: Run) -> list[str]:
+    """Returns one sentence for each run that collapses to one country."""
+    return [
+        f"Collapse alarm: {run.name} ({side}) names {found[0]} in {number(found[1], 'share')} % of "
+        f"its answers; that is true of {number(found[2], 'share')} % of the photos."
+        for side, run in (("before", base), ("after", tuned))
+        if (found := collapse(run))
+    ]
 
 
 def named_countries(base: Run, tuned: Run) -> list[dict[str, Any]]:
@@ -235,18 +297,13 @@ def fallen_countries(base: Run, tuned: Run) -> dict[str, Any]:
     }
 
 
-def printable(text: str) -> str:
-    """Replaces what UTF-8 and HTML cannot hold: lone surrogates and control characters."""
-    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "�", text)
-
-
 def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
     """Returns the k photos that gained most and the k that lost most, with all that was said."""
     photos = {photo.id: photo for photo in split.photos}
     answers = {side: by_photo(run.rows) for side, run in (("before", base), ("after", tuned))}
 
     def picture(photo: Photo) -> tuple[str | None, str]:
-        if split.name.startswith("eval_pano"):
+        if not split.publishable:
             return None, "Not shown: pictures of this split are Google's and stay on the machine."
         if not photo.path.is_file():
             return None, f"The photo's file is gone: {photo.path.relative_to(base.data_dir)}"
@@ -273,6 +330,7 @@ def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
                     "km": number(row.d_km, "km"),
                     "score": number(row.geoscore, "score"),
                     "outcome": row.outcome,
+                    "clues": clues(row.completion),
                     "completion": printable(row.completion),
                 }
                 for side, photo_rows in answers.items()
@@ -282,6 +340,13 @@ def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
 
     gains, losses = largest_changes(base.rows, tuned.rows, k)
     return {"gain": [card(*change) for change in gains], "loss": [card(*c) for c in losses]}
+
+
+def clues(completion: str) -> str:
+    """Returns what stands between the think tags, on one line and cut at `CLUES` characters."""
+    thinking, close, _ = printable(completion).partition(THINK_CLOSE)
+    text = " ".join(thinking.rpartition(THINK_OPEN)[2].split()) if close else ""
+    return text if len(text) <= CLUES else text[:CLUES].rsplit(" ", 1)[0] + " …"
 
 
 def place(latitude: float | None, longitude: float | None) -> str:
@@ -309,6 +374,61 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if series:
             charts.append(chart(title, ("optimizer step", axis), series, faint=raw))
     return charts
+
+
+def checkpoint_curves(training: Path) -> dict[str, Any] | None:
+    """Returns the checkpoints' charts, table and plateau; None where they were not evaluated.
+
+    Raises:
+        UserError: `checkpoints.json` is damaged.
+    """
+    path, remedy = training / artifacts.CHECKPOINTS, "run scripts/eval_checkpoints.py again"
+    if not path.is_file():
+        return None
+    record = artifacts.read_json(path, remedy=remedy)
+    try:
+        points = sorted(record["points"], key=lambda point: point["step"])
+        step, scores = "optimizer step", [(p["step"], p["mean_geoscore"]) for p in points]
+        shares = {
+            name: [(p["step"], 100 * p[key]) for p in points]
+            for name, key in (
+                ("asked format", "format_rate"),
+                ("right country", "country_acc"),
+                ("no answer to score", "zero_share"),
+            )
+        }
+        charts = [
+            chart(
+                "Mean GeoScore with its 95 % interval", (step, "GeoScore"), {"GeoScore": scores},
+                band=[(p["step"], p["low"], p["high"]) for p in points], from_zero=False,
+                mark=record["plateau_step"],
+            ),
+            chart("Format, country and answers that score 0", (step, "% of photos"), shares),
+            chart(
+                "Length of the answers", (step, "tokens, median"),
+                {"tokens": [(p["step"], p["tokens_p50"]) for p in points]},
+            ),
+        ]  # fmt: skip
+        rows = [
+            (
+                str(p["step"]),
+                number(p["mean_geoscore"], "score"),
+                interval_text((p["low"], p["high"]), "score"),
+                *(number(p[key], "share") for key in ("country_acc", "format_rate", "zero_share")),
+                str(p["tokens_p50"]),
+            )
+            for p in points
+        ]
+        return {
+            "charts": charts,
+            "rows": rows,
+            "plateau": record["plateau_step"],
+            "last": points[-1]["step"],
+            "split": record["split"],
+            "photos": record["photos"],
+        }
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{path} is damaged ({error!r}); {remedy}") from None
 
 
 def distance_chart(base: Run, tuned: Run) -> dict[str, Any]:
@@ -342,20 +462,26 @@ def change_map(base: Run, tuned: Run) -> dict[str, Any]:
     }
 
 
-def describe(base: Run, tuned: Run, metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns what the two runs are: a label and one text a run, where they may differ."""
+def shown(name: str, *, local: bool = False) -> str:
+    """Returns a model's name, and of a folder its last part alone: pages name no machine's path."""
+    return Path(name).name if local or Path(name).is_absolute() else name
 
-    def line(run: Run, fresh: Mapping[str, Any]) -> dict[str, str]:
-        identity, tokens = run.identity, fresh["completion_tokens"]
+
+def describe(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Returns what the runs are: a label and one text a run, where they may differ."""
+
+    def line(run: Run) -> dict[str, str]:
+        identity, tokens = run.identity, run.stored["completion_tokens"]
         adapter = "none"
         if identity["adapter"] is not None:
             lora = run.config["lora"]
             adapter = f"{lora and Path(lora).name} (weights {identity['adapter']})"
             if run.stored["allow_base_mismatch"]:
                 adapter += ", base mismatch allowed"
+        local = identity["backend"] != "scripted" and identity.get("model_files") is not None
         return {
             "Run": run.name,
-            "Model": identity["model"]
+            "Model": shown(identity["model"], local=local)
             + (f" ({dtype})" if (dtype := identity.get("dtype")) else ""),
             "Adapter": adapter,
             "Prompt style": identity["prompt_style"],
@@ -363,13 +489,157 @@ def describe(base: Run, tuned: Run, metrics: Sequence[Mapping[str, Any]]) -> lis
             "Completion tokens": ", ".join(f"{key} {value}" for key, value in tokens.items()),
         }
 
-    old, new = (line(*pair) for pair in zip((base, tuned), metrics, strict=True))
-    return [(label, old[label], new[label]) for label in old]
+    lines = [line(run) for run in runs]
+    return [(label, [one[label] for one in lines]) for label in lines[0]]
 
 
-def conditions(base: Run, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns what both runs have in common."""
-    identity, sampling = base.identity, base.identity["sampling"]
+# Settings that a backend does not read; they are left out of its command.
+UNREAD = {
+    "scripted": (
+        "model.",
+        "generation.vllm.",
+        "generation.api.",
+        "generation.batch",
+        "generation.dev",
+    ),
+    "openai": ("generation.vllm.", "generation.script", "generation.batch", "generation.dev"),
+    "vllm": ("generation.api.", "generation.script", "generation.batch"),
+    "transformers": ("generation.vllm.", "generation.api.", "generation.script"),
+}
+FLAGS = {
+    "run_name": "--run_name", "split": "--split", "generation.backend": "--backend",
+    "model.name": "--model", "lora": "--lora", "samples": "--samples", "limit": "--limit",
+}  # fmt: skip
+ALWAYS = ("run_name", "split", "generation.backend", "model.name", "generation.script")
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings as one mapping with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, Mapping)
+        flat |= _dotted(value, f"{prefix}{key}.") if inner else {prefix + key: value}
+    return flat
+
+
+def evaluation_command(run: Run) -> str:
+    """Returns the command that makes a run again: its settings where they are not the defaults.
+
+    Folders stand by their name alone, and photos and results in the default folders.
+    """
+    settings = _dotted(run.config)
+    default = _dotted(EvalConfig().model_dump(mode="json"))
+    backend = settings["generation.backend"]
+    local = run.identity.get("model_files") is not None
+    flags: dict[str, str] = {}
+    rest = []
+    for key, value in settings.items():
+        if key in ("data_dir", "output_dir") or key.startswith(UNREAD[backend]):
+            continue
+        if value == default.get(key) and key not in ALWAYS:
+            continue
+        if key == "allow_base_mismatch":
+            rest.append("--allow_base_mismatch")
+            continue
+        text = json.dumps(value) if not isinstance(value, str) else value
+        if key == "model.name":
+            text = shown(text, local=local)
+        elif key in ("lora", "generation.script"):
+            text = Path(text).name
+        if key in FLAGS:
+            flags[key] = f"{FLAGS[key]} {shlex.quote(text)}"
+        else:
+            rest.append(f"--set {shlex.quote(f'{key}={text}')}")
+    ordered = [flags[key] for key in FLAGS if key in flags]
+    return printable(" ".join(["python scripts/run_eval.py", *ordered, *rest]))
+
+
+def reproduce(runs: Sequence[Run], training: Path | None) -> dict[str, Any]:
+    """Returns the commands, versions and hashes that the pages come from."""
+    default = EvalConfig().output_dir
+    folders = [shlex.quote(str(default / run.name / run.identity["split"])) for run in runs]
+    last = ["python scripts/write_report.py", *folders]
+    if training is not None:
+        last.append(f"--training {shlex.quote(training.resolve().name)}")
+    headers = [artifacts.read_header(run.folder / artifacts.PREDICTIONS) or {} for run in runs]
+    versions = [header.get("versions", {}) for header in headers]
+    libraries = [name for name in artifacts.LIBRARIES if any(name in one for one in versions)]
+    hashes = [
+        (
+            str(run.identity.get("model_files") or "by name alone"),
+            str(run.identity["adapter"] or "no adapter"),
+            artifacts.file_sha256(run.folder / artifacts.PREDICTIONS)[:16],
+        )
+        for run in runs
+    ]
+    labels = ("Model files", "Adapter", artifacts.PREDICTIONS)
+    return {
+        "commands": [*map(evaluation_command, runs), " ".join(last)],
+        "names": [run.name for run in runs],
+        "rows": [
+            *((name, [one.get(name, "–") for one in versions]) for name in libraries),
+            *((label, [one[i] for one in hashes]) for i, label in enumerate(labels)),
+        ],
+        "version": version("geoguessr-rl"),
+    }
+
+
+def agreements(base: Run, tuned: Run) -> dict[str, Any] | None:
+    """Returns whether the spread of K answers predicts their error; None where K is 1."""
+    if base.stored["samples"] < 2:
+        return None
+    rows = []
+    for side, run in (("before", base), ("after", tuned)):
+        found = agreement(run.rows)
+        by_spread = [error for _, error in sorted(zip(found.spread, found.error, strict=True))]
+        third = len(by_spread) // 3
+        ends = (by_spread[:third], by_spread[-third:]) if third else ((), ())
+        rows.append(
+            {
+                "side": side,
+                "photos": len(found.spread),
+                "left_out": found.left_out,
+                "rho": correlation(found.correlation),
+                "interval": correlations(found.interval),
+                "shuffled": correlations(found.shuffled),
+                "thirds": [number(float(np.median(end)), "km") if end else "–" for end in ends],
+                "verdict": _predicts(found),
+            }
+        )
+    return {
+        "rows": rows,
+        "k": base.stored["samples"],
+        "scatter": log_scatter(zip(found.spread, found.error, strict=True)),
+    }
+
+
+def _predicts(found: Agreement) -> str:
+    """Says whether the spread tells more than chance would, and more than nothing."""
+    if found.correlation is None or found.interval is None or found.shuffled is None:
+        return "has too few photos to tell"
+    if found.interval[0] > 0 and found.correlation > found.shuffled[1]:
+        return "predicts the error"
+    return "tells no more than chance"
+
+
+def correlation(value: float | None) -> str:
+    """Writes a correlation with two digits and a real minus."""
+    return "–" if value is None else f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
+def correlations(ends: tuple[float, float] | None) -> str:
+    """Writes an interval of correlations."""
+    return " to ".join(map(correlation, ends)) if ends else "–"
+
+
+def consensus_rows(run: Run) -> list[Prediction]:
+    """Returns one answer a photo: of K the one that is nearest to the others."""
+    return [consensus(rows) for rows in by_photo(run.rows).values()]
+
+
+def conditions(base: Run) -> list[tuple[str, str]]:
+    """Returns what all runs have in common."""
+    identity, sampling, metrics = base.identity, base.identity["sampling"], base.stored
     how = (
         "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
     ) + f", top-p {sampling['top_p']:g}, {sampling['max_tokens']} tokens at most"
@@ -384,14 +654,20 @@ def conditions(base: Run, metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def ladder(base: Run, tuned: Run, found: Mapping[str, Comparison]) -> list[tuple[str, float, bool]]:
-    """Returns the published GeoScores and the two runs' own, lowest first; True marks a run's."""
-    weighted = found["mean_geoscore_weighted"]
+def ladder(
+    runs: Sequence[Run], found: Sequence[Mapping[str, Comparison]]
+) -> list[tuple[str, float, bool]]:
+    """Returns the published GeoScores and the runs' own, lowest first; True marks a run's."""
+    weighted = [pairs["mean_geoscore_weighted"] for pairs in found]
+    own = [weighted[0].before, *(pair.after for pair in weighted)]
+    sides = ["before", "after", *[""] * (len(runs) - 2)]
     return sorted(
         [
             *((name, float(score), False) for name, score in PUBLISHED),
-            (f"{base.name} (before)", weighted.before or 0.0, True),
-            (f"{tuned.name} (after)", weighted.after or 0.0, True),
+            *(
+                (f"{run.name} ({side})" if side else run.name, score or 0.0, True)
+                for run, side, score in zip(runs, sides, own, strict=True)
+            ),
         ],
         key=lambda rung: rung[1],
     )
@@ -400,6 +676,7 @@ def ladder(base: Run, tuned: Run, found: Mapping[str, Comparison]) -> list[tuple
 def run(
     base_folder: Path,
     tuned_folder: Path,
+    more: Sequence[Path] = (),
     *,
     training: Path | None = None,
     output_dir: Path = Path("outputs"),
@@ -411,21 +688,23 @@ def run(
     Args:
         base_folder: The run before, as `scripts/run_eval.py` wrote it.
         tuned_folder: The run after.
+        more: Further runs for the table of all arms, such as the baselines.
         training: A training run's folder, for the curves.
         output_dir: Where the two files go.
         note: Stands before everything else.
         cards: Photos of greatest gain, and as many of greatest loss.
 
     Raises:
-        UserError: A run is missing, incomplete, damaged or not comparable with the other.
+        UserError: A run is missing, incomplete, damaged or not comparable with the first.
     """
     if cards < 0:
         raise UserError(f"--gallery {cards} must be 0 or more")
     if training is not None and not training.is_dir():
         raise UserError(f"{training} does not exist; give the trainer's output folder")
-    base, tuned, split = load_pair(base_folder, tuned_folder)
-    metrics = [compute_metrics(run.rows, split.country_share) for run in (base, tuned)]
-    found = compare(base, tuned, split.country_share)
+    runs, split = load_runs([base_folder, tuned_folder, *more])
+    base, tuned = runs[:2]
+    comparisons = [compare(base, other, split.country_share) for other in runs[1:]]
+    found = comparisons[0]
     drawn = {photo.creator for photo in split.photos} == {embedded.CREATOR}
     note = " ".join(note.split()) or (embedded.NOTE if drawn else "")
     published = split.name == "eval_osv" and not note and "mean_geoscore_weighted" in found
@@ -435,20 +714,34 @@ def run(
         "base": base.name,
         "tuned": tuned.name,
         "head": head,
-        "tone": head.verdict if head.verdict in ("better", "worse") else "open",
+        "tone": tone(head),
+        "alarms": alarms(base, tuned),
+        "collapse": (COLLAPSE_SHARE, COLLAPSE_TIMES),
         "found": found,
+        "alpha": 1 - CONFIDENCE,
         "table": table(found),
-        "runs": describe(base, tuned, metrics),
-        "conditions": conditions(base, metrics[0]),
-        "ladder": ladder(base, tuned, found) if published else [],
+        "arms": arms(runs, comparisons),
+        "k": base.stored["samples"],
+        "of_k": of_k(runs),
+        "means": means(base, tuned, found, split.country_share),
+        "runs": describe(runs),
+        "conditions": conditions(base),
+        "ladder": ladder(runs, comparisons) if published else [],
         "licence": split.name in ("eval_osv", "eval_quick") and not note,
         "named": named_countries(base, tuned),
+        "confusion": confusion(tuned.rows),
         "fallen": fallen_countries(base, tuned),
         "gallery": gallery(base, tuned, split, cards),
+        "land": land_path(),
         "map": change_map(base, tuned),
+        "guesses": guess_map(consensus_rows(tuned)),
+        "mapped": MAPPED,
         "distances": distance_chart(base, tuned),
-        "training": training,
+        "agreement": agreements(base, tuned),
+        "training": training.resolve().name if training else None,
         "curves": training_curves(artifacts.read_training_log(training)) if training else [],
+        "checkpoints": checkpoint_curves(training) if training else None,
+        "reproduce": reproduce(runs, training),
         "resamples": RESAMPLES,
     }
     environment = jinja2.Environment(
@@ -463,9 +756,9 @@ def run(
         text = environment.get_template(f"report.{suffix}.jinja").render(context)
         artifacts.write_text(output_dir / f"report.{suffix}", text + "\n")
     lines = [
-        f"{name} GeoScore {one['mean_geoscore']:.0f}, country {one['country_acc']:.1%}, "
-        f"format {one['format_rate']:.1%}"
-        for name, one in zip(("before:", "after: "), metrics, strict=True)
+        f"{name} GeoScore {one.stored['mean_geoscore']:.0f}, country "
+        f"{one.stored['country_acc']:.1%}, format {one.stored['format_rate']:.1%}"
+        for name, one in (("before:", base), ("after: ", tuned))
     ]
     lines += [
         f"gain:   {head.difference:+.0f} GeoScore, 95 % interval {head.low:.0f} to "

@@ -140,8 +140,8 @@ def predict(path: Path, truth: Mapping[str, Mapping[str, Any]]) -> tuple[list[Pr
     return rows, named
 
 
-def run(predictions: Path, truth_file: Path, output: Path | None = None) -> list[str]:
-    """Scores a file of predictions, and returns the table's lines.
+def run(predictions: Path, truth_file: Path, output: Path | None = None) -> tuple[list[str], bool]:
+    """Scores a file of predictions; returns the table's lines, and whether it is complete.
 
     Args:
         predictions: JSON Lines or CSV with `id` and `completion`, or `latitude` and `longitude`
@@ -189,4 +189,6 @@ def run(predictions: Path, truth_file: Path, output: Path | None = None) -> list
     ]
     if missing:
         lines.append(f"{len(missing)} photos have no prediction and count as no answer")
-    return lines
+    if errors := metrics["outcomes"]["error"]:
+        lines.append(f"incomplete: {errors} predictions are transport errors and are left out")
+    return lines, metrics["complete"]
