@@ -21,7 +21,7 @@ from geoguessr_rl.eval_metrics import compute_metrics, make_prediction
 from geoguessr_rl.places import look_up_hits
 from geoguessr_rl.prompt import ANSWER_CLOSE, ANSWER_OPEN
 from geoguessr_rl.records import Completion, FinishReason, Place, Prediction
-from geoguessr_rl.tables import metric_lines
+from geoguessr_rl.tables import metric_lines, number
 
 TRUTH_COLUMNS = ("image_path", "latitude", "longitude", "country_iso2")
 NO_COUNTRY = "not given"
@@ -184,7 +184,9 @@ def run(predictions: Path, truth_file: Path, output: Path | None = None) -> tupl
     outcomes = ", ".join(f"{count} {name}" for name, count in metrics["outcomes"].items() if count)
     lines = [
         f"{metrics['n']} predictions of {len(truth)} photos: {outcomes}",
-        f"GeoScore {metrics['mean_geoscore']:.0f}, 95 % interval {low:.0f} to {high:.0f}",
+        f"GeoScore {metrics['mean_geoscore']:.0f}, 95 % interval {low:.0f} to {high:.0f}; mean "
+        f"distance {number(metrics['mean_km'], 'km')} km, of the answers that name a place "
+        f"{number(metrics['mean_km_answered'], 'km')} km",
         *metric_lines(metrics),
     ]
     if missing:
