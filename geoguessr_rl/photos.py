@@ -21,7 +21,7 @@ from tqdm import tqdm
 from geoguessr_rl import artifacts
 from geoguessr_rl.config import ImagePolicy, Screen, View
 from geoguessr_rl.images import BadImageError, Prepared, open_upright, perceptual_hash, prepare
-from geoguessr_rl.screen import is_active, screen
+from geoguessr_rl.screen import active_reasons, screen
 from geoguessr_rl.sources import read_photo
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def examine(
         unfit: tuple[str, str] | None = None
         try:
             photo = prepare(read_photo(task.archive, task.entry), policy, view)
-            if is_active(rules):
+            if active_reasons(rules):
                 unfit = screen(open_upright(photo.jpeg), rules, task.places)
         except BadImageError as error:
             unfit = ("damaged", str(error))

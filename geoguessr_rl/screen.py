@@ -177,9 +177,14 @@ def is_blank(image: Image.Image) -> bool:
     return deviation < (DEVIATION_AT_THE_ENDS if at_the_ends else DEVIATION_OF_FLAT)
 
 
-def is_active(rules: Screen) -> bool:
-    """Whether any rule is on; else no photo needs to be decoded for it."""
-    return rules.text or rules.blank or rules.max_aspect is not None
+def active_reasons(rules: Screen) -> list[Reason]:
+    """Returns the reasons that rules can give; without any, no photo needs to be decoded for it."""
+    switches: list[tuple[bool, Reason]] = [
+        (rules.text, "burned_in_text"),
+        (rules.blank, "blank_frame"),
+        (rules.max_aspect is not None, "extreme_aspect"),
+    ]
+    return [reason for on, reason in switches if on]
 
 
 def screen(image: Image.Image, rules: Screen, places: Sequence[str]) -> tuple[Reason, str] | None:

@@ -147,7 +147,7 @@ def test_colocate_trains_resumes_and_evaluates_on_real_photos(run: Path) -> None
     assert len(rows) == 281
 
 
-@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_every_checkpoint_is_measured_with_one_engine(run: Path, backend: str) -> None:
     out = run / "checkpoints" / backend
     printed = script(

@@ -284,6 +284,8 @@ def test_two_reward_scales_do_not_meet_in_one_table(
     artifacts.write_rows(path, [replace(row, geoscore=row.geoscore / 50) for row in rows])
     identity = json.loads((shop.at("rl") / artifacts.IDENTITY).read_text())
     artifacts.write_json(shop.at("rl") / artifacts.IDENTITY, identity | older)
+    _, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps({"header": identity | older}) + "\n", *lines]))
     mean = shop.metrics("rl")["mean_geoscore"] / 50
     changed = shop.metrics("rl") | older | {"mean_geoscore": mean}
     artifacts.write_json(shop.at("rl") / artifacts.METRICS, changed)

@@ -138,6 +138,8 @@ def test_a_fitting_adapter_is_accepted(adapter: Path, folder: Path) -> None:
         ({"peft_type": "IA3"}, ("", ""), "IA3"),
         ({}, ("language_model.layers.0", "language_model.blocks.0"), "does not have"),
         ({"r": 5}, ("", ""), "has shape"),
+        ({"r": None}, ("", ""), "no rank or no list"),
+        ({"target_modules": "all-linear"}, ("", ""), "no rank or no list"),
         ({"target_modules": ["q_proj", "lm_head"]}, ("", ""), "does not have"),
         ({}, ("language_model.layers.0.self_attn.q_proj", "visual.blocks.0.attn.qkv"), "vision"),
     ],

@@ -432,6 +432,7 @@ def test_every_kind_of_bad_row_is_counted_in_the_summary(
             "null_island": 1,
             "no_country": 1,
             "not_drawn": 0,
+            "damaged": 0,
         },
         "rows_selected": 3,
         "rejected": {},
@@ -575,8 +576,9 @@ def test_a_rule_of_the_screen_rejects_and_counts(
     Image.new("RGB", (96, 64)).save(out, "JPEG")
     entries = [("00/1.jpg", scene(1)), ("00/2.jpg", out.getvalue()), ("00/3.jpg", black)]
     root = osv_folder(rows, test_zip=[entries[0], entries[1], ("00/3.jpg", scene(3))])
-    config = data_config(root, limit=3, screen=Screen(blank=True))
+    config = data_config(root, limit=3, screen=Screen(blank=True, max_aspect=2.0))
     summary = prepare.run(config)
+    assert summary["test"]["dropped"]["extreme_aspect"] == 0  # a rule has its count, hit or not
     assert summary["test"]["dropped"]["blank_frame"] == 1
     assert sorted(ids_of(config.output_dir, "eval_osv")) == ["1", "3"]
     assert_counts_add_up(summary)

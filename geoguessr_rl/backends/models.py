@@ -423,6 +423,12 @@ def check_adapter(lora: Path, base: str, *, allow_base_mismatch: bool = False) -
     if settings.get("peft_type") != "LORA" or settings.get("use_dora"):
         kind = "DoRA" if settings.get("use_dora") else settings.get("peft_type")
         raise UserError(f"{lora} is a {kind} adapter, which vLLM cannot serve; train a plain LoRA")
+    named = isinstance(settings.get("r"), int) and isinstance(settings.get("target_modules"), list)
+    if not named:
+        raise UserError(
+            f"{lora}/adapter_config.json gives no rank or no list of target modules; save the "
+            "adapter again with PEFT"
+        )
     trained_on = str(settings.get("base_model_name_or_path"))
     if not allow_base_mismatch and not _same_model(trained_on, base):
         raise UserError(

@@ -22,7 +22,7 @@ from geoguessr_rl.countries import name_of
 from geoguessr_rl.images import visual_tokens
 from geoguessr_rl.photos import LEDGER, Stored, Task, store, tidy
 from geoguessr_rl.records import PHOTO_SCHEMA
-from geoguessr_rl.screen import require_reader
+from geoguessr_rl.screen import active_reasons, require_reader
 
 STORED_GROWTH = 1.5
 """Disk that stored photos may take, over their bytes in the zip: quality 95 costs more."""
@@ -190,15 +190,24 @@ def photo_table(rows: pl.DataFrame, ids: Sequence[str], folder: str) -> pl.DataF
     return joined.select(pl.col(name).cast(kind) for name, kind in PHOTO_SCHEMA.items())
 
 
-def account(candidates: Candidates, filled: Filled, contamination: Mapping[str, int]) -> Any:
+def account(
+    config: DataConfig,
+    candidates: Candidates,
+    filled: Filled,
+    contamination: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Returns the summary of one source, in which every row of its table is accounted for."""
-    unfit = Counter(str(row.reason) for row in filled.unfit.values())
+    reasons = ["damaged", *active_reasons(config.screen)]
+    if contamination is not None and config.contamination.max_hash_bits is not None:
+        reasons.insert(1, "near_duplicate")
+    contamination = contamination or {}
+    unfit = Counter(row.reason for row in filled.unfit.values())
     left = candidates.rows.height - sum(contamination.values())
     dropped = {
         **candidates.labels.dropped,
         **contamination,
         "not_drawn": left - len(filled.photos) - len(filled.unfit),
-        **dict(sorted(unfit.items())),
+        **{reason: unfit[reason] for reason in reasons},
     }
     return {
         **candidates.counts,
@@ -410,7 +419,7 @@ def prepare_train(
     filled = store_draw(train, drawn, spares, examine)
     split = build_split(config, train, filled.photos, "train_pool")
     entry = publish(config.output_dir, *split, filled.photos)
-    return filled, account(train, filled, contamination), entry
+    return filled, account(config, train, filled, contamination), entry
 
 
 def run(config: DataConfig) -> dict[str, Any]:
@@ -442,7 +451,7 @@ def run(config: DataConfig) -> dict[str, Any]:
 
         cuts = {"eval_osv": None, "eval_quick": config.eval.quick}
         filled, splits = prepare_evaluation(config, test, config.eval.size, cuts)
-        summary: dict[str, Any] = {"splits": splits, "test": account(test, filled, {})}
+        summary: dict[str, Any] = {"splits": splits, "test": account(config, test, filled)}
         evaluation = [test.rows.filter(pl.col("id").is_in([*filled.photos]))]
         measured = dict(filled.photos)
         if pano is not None:
@@ -450,7 +459,7 @@ def run(config: DataConfig) -> dict[str, Any]:
                 config, pano, config.pano.size, {"eval_pano": None}
             )
             splits |= entries
-            summary["pano"] = account(pano, filled, {})
+            summary["pano"] = account(config, pano, filled)
             evaluation.append(pano.rows.filter(pl.col("id").is_in([*filled.photos])))
             measured |= filled.photos
         elif whole and config.pano.size:
