@@ -242,3 +242,28 @@ def test_vllm_reserves_the_smallest_rank_that_fits(
     (tmp_path / "adapter_config.json").write_text('{"r": 513}')
     with pytest.raises(UserError, match="serves 512 at most"):
         reserved_rank(tmp_path)
+
+
+def test_an_adapter_takes_another_s_place_and_one_of_another_shape_is_refused(
+    adapter: Path, folder: Path, tmp_path: Path
+) -> None:
+    base = models.load_model(Model(name=str(folder), dtype="float32"), "cpu")
+    model = models.load_adapter(base, adapter)
+    shifted, wider = tmp_path / "shifted", tmp_path / "wider"
+    weights = load_file(adapter / "adapter_model.safetensors")
+    for path, change in (
+        (shifted, lambda value: value + 1),
+        (wider, lambda value: torch.cat([value, value])),
+    ):
+        shutil.copytree(adapter, path)
+        changed = {key: change(value) for key, value in weights.items()}
+        save_file(changed, path / "adapter_model.safetensors")
+    models.replace_adapter(model, shifted)
+    now = {key: value for key, value in model.state_dict().items() if "lora_A" in key}
+    for key, value in weights.items():
+        if "lora_A" in key:
+            assert torch.equal(
+                now[key.replace("lora_A.weight", "lora_A.default.weight")], value + 1
+            )
+    with pytest.raises(UserError, match="has another shape than the adapter before it"):
+        models.replace_adapter(model, wider)

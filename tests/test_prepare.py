@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import pytest
 from conftest import SMALL, csv_text, make_jpeg, make_rows, photo_entries, scene, write_zip
 from PIL import Image
 
-from geoguessr_rl import artifacts, data, photos, sources
+from geoguessr_rl import artifacts, data, photos, screen, sources
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.predictions import generate
 from geoguessr_rl.config import (
@@ -567,6 +568,16 @@ def test_the_other_draws_take_as_many_as_asked_and_add_up(
     assert_counts_add_up(summary)
 
 
+def test_reading_text_without_its_package_is_refused_before_any_work(
+    world: Path, data_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "find_spec", lambda name: None)
+    config = data_config(world, screen=Screen(text=True))
+    with pytest.raises(UserError, match="needs rapidocr-onnxruntime"):
+        prepare.run(config)
+    assert not (config.output_dir / "images").exists()
+
+
 def test_a_rule_of_the_screen_rejects_and_counts(
     osv_folder: OsvFolder, data_config: MakeConfig
 ) -> None:
@@ -582,6 +593,12 @@ def test_a_rule_of_the_screen_rejects_and_counts(
     assert summary["test"]["dropped"]["blank_frame"] == 1
     assert sorted(ids_of(config.output_dir, "eval_osv")) == ["1", "3"]
     assert_counts_add_up(summary)
+
+
+def children(pid: int) -> list[str]:
+    """The processes that a process has started; none where there is no Linux /proc."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return path.read_text().split() if path.exists() else []
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
@@ -615,9 +632,14 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
         try:
             code = process.wait(timeout=next(delays, 120))
         except subprocess.TimeoutExpired:
+            workers = children(process.pid)
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
+            deadline = time.monotonic() + 20
+            while any(Path(f"/proc/{one}").exists() for one in workers):  # none waits for ever
+                assert time.monotonic() < deadline, "a worker outlived its parent"
+                time.sleep(0.05)
             for path in out.rglob("*"):  # whatever has its final name is whole
                 if path.suffix == ".jpg":
                     assert hashlib.sha256(path.read_bytes()).hexdigest() in whole.values()
@@ -877,6 +899,10 @@ def test_a_pano_set_is_left_out_in_words_beside_a_folder_and_on_request(
     (tmp_path / "empty/a.parquet").write_bytes(b"<html>")
     with pytest.raises(UserError, match=r"a\.parquet is no whole parquet file"):
         prepare.run(config)
+    part = tmp_path / "part"
+    (pano_parquet(part, pano_rows(["FR", "DE"])) / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(UserError, match="holds 1 of 2 parquet files; download again"):
+        prepare.run(config.model_copy(update={"pano": Pano(root=part)}))
     pl.DataFrame({"image": [b""], "latitude": [1.0]}).write_parquet(tmp_path / "empty/a.parquet")
     with pytest.raises(UserError, match="has no column 'longitude'; it holds"):
         prepare.run(config)

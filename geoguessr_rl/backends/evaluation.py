@@ -48,15 +48,7 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir / config.run_name / config.split
     with artifacts.run_lock(out):
-        described = identity(
-            split,
-            config.generation,
-            config.model,
-            config.prompt,
-            config.lora,
-            sampling,
-            config.data_dir,
-        )
+        described = identity(split, config, sampling)
         if config.allow_base_mismatch:  # else a second run without it would wash the figures
             described["allow_base_mismatch"] = True
         artifacts.claim(

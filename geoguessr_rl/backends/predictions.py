@@ -16,7 +16,7 @@ from tqdm import tqdm
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import Backend, open_backend, probe_adapter
-from geoguessr_rl.config import Generation, Model, Prompt
+from geoguessr_rl.config import EvalConfig, FilterConfig, Generation, Model, Prompt
 from geoguessr_rl.eval_metrics import make_prediction
 from geoguessr_rl.records import Photo, Prediction, Sampling
 from geoguessr_rl.reward import SCORE_VERSION
@@ -82,24 +82,19 @@ def check_trained_alike(
 
 
 def identity(
-    split: data.Split,
-    generation: Generation,
-    model: Model,
-    prompt: Prompt,
-    lora: Path | None,
-    sampling: Sampling,
-    data_dir: Path,
+    split: data.Split, config: EvalConfig | FilterConfig, sampling: Sampling
 ) -> dict[str, Any]:
     """Returns everything that must be equal for two runs to be one run."""
+    lora = config.lora
     return {
-        **_engine(generation, model, data_dir),
+        **_engine(config.generation, config.model, config.data_dir),
         "adapter": artifacts.folder_fingerprint(str(lora)) if lora is not None else None,
-        "prompt_style": prompt.style,
+        "prompt_style": config.prompt.style,
         "sampling": artifacts.plain(sampling),
         "split": split.name,
         "split_fingerprint": split.fingerprint,
         "image": split.image_policy,
-        "block_size": generation.block_size,
+        "block_size": config.generation.block_size,
         "score_version": SCORE_VERSION,
     }
 

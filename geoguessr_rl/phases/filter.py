@@ -83,15 +83,7 @@ def run(config: FilterConfig) -> dict[str, Any]:
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir
     with artifacts.run_lock(out):
-        described = identity(
-            pool,
-            config.generation,
-            config.model,
-            config.prompt,
-            config.lora,
-            sampling,
-            config.data_dir,
-        )
+        described = identity(pool, config, sampling)
         artifacts.claim(
             out / artifacts.IDENTITY,
             {**described, "cap": config.cap},
