@@ -6,9 +6,10 @@ reads a config, a model or a GPU, so that every figure can be checked by hand.
 
 import math
 
+from geoguessr_rl.config import PRICE_PER_HOUR
+
 # Dollars an hour on RunPod, and how the plan adds up.
 PRICE_A100_COMMUNITY = 1.19
-PRICE_A100_SECURE = 1.39
 PRICE_H100_PCIE = 1.99
 H100_SPEEDUP = 1.7  # against the A100
 PRICE_VOLUME_WEEK = 1.60  # 100 GB
@@ -49,7 +50,7 @@ def run_hours(steps: int, seconds_per_step: float) -> float:
 
 def run_dollars(
     hours: float,
-    dollars_per_hour: float = PRICE_A100_SECURE,
+    dollars_per_hour: float = PRICE_PER_HOUR,
     *,
     volume_weeks: float = 0.0,
     contingency: float = 0.0,
@@ -157,7 +158,7 @@ def step_lines(
     generations: int,
     generation_batch: int | None = None,
     processes: int = 1,
-    dollars_per_hour: float = PRICE_A100_SECURE,
+    dollars_per_hour: float = PRICE_PER_HOUR,
 ) -> list[str]:
     """Returns the step arithmetic that training prints at every start, line by line.
 

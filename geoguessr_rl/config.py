@@ -37,6 +37,10 @@ PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_no_boolean)]
 FolderName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 View = Literal["crop", "strip", "quad"]
+AlarmName = Literal[
+    "format_collapse", "zero_spread", "entropy_collapse", "one_country", "drift", "overfit"
+]
+PRICE_PER_HOUR = 1.39  # dollars for an A100 80 GB on RunPod's secure cloud
 C = TypeVar("C", bound="Section")
 
 
@@ -307,8 +311,18 @@ class Lora(Section):
     exclude_modules: str = r".*visual.*"
 
 
+class Stop(Section):
+    """Which alarms end a run; none by default, since runs that look alarming can be the best."""
+
+    on: list[AlarmName] = []
+
+
 class GrpoConfig(Section):
-    """`configs/grpo.yaml`: our typed sections, and TRL's `GRPOConfig` verbatim as `trainer`."""
+    """`configs/grpo.yaml`: our typed sections, and TRL's `GRPOConfig` verbatim as `trainer`.
+
+    `samples_every` is the steps between two tables of sample completions. `dollars_per_hour` is the
+    price of all GPUs together.
+    """
 
     model: Model = Model()
     prompt: Prompt = Prompt()
@@ -317,6 +331,9 @@ class GrpoConfig(Section):
     lora: Lora = Lora()
     reward: RewardConfig = RewardConfig()
     trainer: dict[str, Any] = {}
+    samples_every: PositiveInt = 20
+    stop: Stop = Stop()
+    dollars_per_hour: PositiveFloat = PRICE_PER_HOUR
     resume_from_checkpoint: str | None = None
     seconds_per_step: PositiveFloat | None = None
     budget_hours: PositiveFloat | None = None
