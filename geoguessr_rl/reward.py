@@ -214,12 +214,17 @@ def distance_reward(
     if shape.name == "piecewise":
         return _interpolate(d_km, shape.knots)
     if shape.name == "curriculum":
-        first, last = shape.scales_km
-        done = min(1.0, max(0.0, progress))
-        return math.exp(-d_km / (first ** (1 - done) * last**done))
+        return math.exp(-d_km / curriculum_scale_km(shape, progress))
     # Divided by the weights' own sum, so that rounding cannot move a perfect answer off 1.
     terms = zip(shape.scale_weights, shape.scales_km, strict=True)
     return sum(w * math.exp(-d_km / scale) for w, scale in terms) / sum(shape.scale_weights)
+
+
+def curriculum_scale_km(shape: RewardShape, progress: float) -> float:
+    """Returns a curriculum's scale in km; see `distance_reward` for the progress."""
+    first, last = shape.scales_km
+    done = min(1.0, max(0.0, progress))
+    return first ** (1 - done) * last**done
 
 
 def _interpolate(d_km: float, knots: Sequence[tuple[float, float]]) -> float:
@@ -287,6 +292,11 @@ def components(
     return Components(1.0, country, dist, total, d_km, geoscore(d_km), answer)
 
 
+def _said(answer: ParsedAnswer | None) -> str:
+    """Returns the answered country's code, or the name where it has none; empty without answer."""
+    return "" if answer is None else answer.country_iso2 or answer.country
+
+
 RewardFunction = Callable[..., list[float]]
 
 
@@ -295,7 +305,8 @@ def reward_functions(shape: RewardShape = DEFAULT_SHAPE) -> list[RewardFunction]
 
     With `reward_weights: [1.0, 0.0, 0.0, 0.0]` TRL trains on the total and draws a curve for each,
     named after the function. TRL calls all four with one batch; it is scored once. The total also
-    logs the batch's mean GeoScore.
+    logs the batch's mean GeoScore, the scale of a curriculum, and for each completion the photo's
+    id, the answered country and the distance in km (NaN without an answer).
 
     Args:
         shape: The rollouts' shape. `curriculum` reads the progress from TRL's trainer state.
@@ -318,7 +329,8 @@ def reward_functions(shape: RewardShape = DEFAULT_SHAPE) -> list[RewardFunction]
             country_iso2: Sequence[str],
             trainer_state: Any = None,
             log_metric: Callable[[str, float], None] | None = None,
-            **_columns: Any,
+            log_extra: Callable[[str, list[Any]], None] | None = None,
+            **columns: Any,
         ) -> list[float]:
             texts = map(completion_text, completions)
             rows = tuple(zip(texts, latitude, longitude, country_iso2, strict=True))
@@ -328,6 +340,12 @@ def reward_functions(shape: RewardShape = DEFAULT_SHAPE) -> list[RewardFunction]
             scores = score(rows, progress)
             if component == "total" and log_metric is not None:
                 log_metric("geoscore", fmean(row.geoscore for row in scores))
+                if shape.name == "curriculum":
+                    log_metric("reward_scale_km", curriculum_scale_km(shape, progress))
+            if component == "total" and log_extra is not None:
+                log_extra("id", list(columns["id"]))
+                log_extra("country", [_said(row.answer) for row in scores])
+                log_extra("d_km", [math.nan if r.d_km is None else r.d_km for r in scores])
             return [getattr(row, component) for row in scores]
 
         reward.__name__ = f"reward_{component}"

@@ -19,7 +19,9 @@ LAYERS = [
     {"prompt", "parsing", "countries", "reward"},
     {"records", "config", "artifacts"},
     {"images", "hub", "sources", "screen", "photos", "data", "eval_metrics", "budget", "embedded"}
-    | {"charts", "report_figures", "outlines", "data_card", "places", "runs", "tables"},
+    | {"charts", "report_figures", "outlines", "data_card", "places", "runs", "tables"}
+    | {"reward_figures"}
+    | {"alarms", "samples"},
     {"backends"},
     {"phases"},
     {"scripts"},

@@ -346,7 +346,7 @@ def test_the_functions_agree_with_components_and_ignore_other_columns() -> None:
     expected = [components(text, *PARIS, "FR") for text in BATCH["completions"]]
     for function in reward_functions():
         component = function.__name__.removeprefix("reward_")
-        rewards = function(**BATCH, prompts=["p"] * 4, image=[object()] * 4, log_extra=print)
+        rewards = function(**BATCH, prompts=["p"] * 4, image=[object()] * 4)
         assert rewards == [getattr(scores, component) for scores in expected]
 
 
