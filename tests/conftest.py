@@ -147,6 +147,17 @@ def make_split() -> Callable[..., Path]:
     return make
 
 
+def make_checkpoint(folder: Path, step: int, state: str = "{}") -> Path:
+    """Writes the smallest files that stand for a trainer's whole checkpoint."""
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "adapter_model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        write_zip(path / name, [("data", b"0")])
+    (path / "trainer_state.json").write_text(state)
+    return path
+
+
 class Ended(NamedTuple):
     """How a script ended."""
 
@@ -194,3 +205,11 @@ def start_script() -> Callable[..., "subprocess.Popen[str]"]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small embedded world, prepared, and an untrained tiny model beside it."""
+    from small_runs import build_world  # late: it builds a model
+
+    return build_world(tmp_path_factory.mktemp("training"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from conftest import make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -338,39 +339,56 @@ def test_work_that_gives_too_few_rows_is_a_bug_and_not_written(tmp_path: Path) -
     assert not path.exists()
 
 
-def checkpoint(folder: Path, name: str, state: str | None = '{"log_history": []}') -> Path:
-    path = folder / name
-    path.mkdir(parents=True)
-    for file in ("adapter_model.safetensors", *artifacts.CHECKPOINT_FILES):
-        (path / file).write_bytes(b"x")
-    if state is not None:
-        (path / "trainer_state.json").write_text(state)
-    return path
-
-
 def test_whole_checkpoints_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
     for step in (1000, 200, 30):
-        checkpoint(tmp_path, f"checkpoint-{step}")
+        make_checkpoint(tmp_path, step)
     for name in ("checkpoint-final", "checkpoint-", "checkpoint-²", "other-5"):
-        checkpoint(tmp_path, name)
+        make_checkpoint(tmp_path, 7).rename(tmp_path / name)
     found = [path.name for path in artifacts.complete_checkpoints(tmp_path)]
     assert found == ["checkpoint-30", "checkpoint-200", "checkpoint-1000"]
     assert artifacts.complete_checkpoints(tmp_path / "gone") == []
 
 
-@pytest.mark.parametrize("gone", ["adapter_model.safetensors", *artifacts.CHECKPOINT_FILES])
-def test_a_checkpoint_that_lacks_a_file_is_not_whole(gone: str, tmp_path: Path) -> None:
-    kept = checkpoint(tmp_path, "checkpoint-1")
-    (checkpoint(tmp_path, "checkpoint-2") / gone).unlink()
+FILES = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+@pytest.mark.parametrize("gone", FILES)
+@pytest.mark.parametrize("keep", [None, 0, 9])
+def test_a_checkpoint_without_a_whole_file_is_not_whole(
+    gone: str, keep: int | None, tmp_path: Path
+) -> None:
+    kept = make_checkpoint(tmp_path, 1)
+    file = make_checkpoint(tmp_path, 2) / gone
+    assert len(artifacts.complete_checkpoints(tmp_path)) == 2
+    if keep is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:keep])
     assert artifacts.complete_checkpoints(tmp_path) == [kept]
 
 
-@pytest.mark.parametrize("state", [None, "", '{"log_history": [', "\x00"])
+def test_weights_that_were_cut_behind_their_header_are_not_whole(tmp_path: Path) -> None:
+    weights = make_checkpoint(tmp_path, 1) / "adapter_model.safetensors"
+    header = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert artifacts.complete_checkpoints(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert artifacts.complete_checkpoints(tmp_path) == []
+
+
+def test_a_checkpoint_of_several_processes_is_whole(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 1)
+    (path / "rng_state.pth").rename(path / "rng_state_0.pth")
+    assert artifacts.complete_checkpoints(tmp_path) == [path]
+
+
+@pytest.mark.parametrize("state", ["", '{"log_history": [', "\x00"])
 def test_a_checkpoint_whose_state_was_not_written_out_is_not_whole(
-    state: str | None, tmp_path: Path
+    state: str, tmp_path: Path
 ) -> None:
-    kept = checkpoint(tmp_path, "checkpoint-1", '{"log_history": [{"step": 1}]}')
-    checkpoint(tmp_path, "checkpoint-2", state)
+    kept = make_checkpoint(tmp_path, 1, '{"log_history": [{"step": 1}]}')
+    make_checkpoint(tmp_path, 2, state)
+    (make_checkpoint(tmp_path, 3) / "trainer_state.json").unlink()
     assert artifacts.complete_checkpoints(tmp_path) == [kept]
     assert artifacts.read_training_log(tmp_path) == [{"step": 1}]
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from conftest import make_checkpoint
 from PIL import Image
 from scipy.stats import rankdata, spearmanr
 
@@ -447,11 +448,7 @@ def test_google_pictures_are_never_shown(evaluated: Evaluate, tmp_path: Path) ->
 
 
 def make_training(folder: Path, log: list[dict[str, Any]]) -> Path:
-    checkpoint = folder / "checkpoint-3"
-    checkpoint.mkdir(parents=True)
-    for name in (*artifacts.CHECKPOINT_FILES, "adapter_model.safetensors"):
-        (checkpoint / name).touch()
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    make_checkpoint(folder, 3, json.dumps({"log_history": log}))
     return folder
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import lucky_functions, small_run
 
 from geoguessr_rl import data, embedded
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import models
-from geoguessr_rl.config import CONFIGS, DataConfig, GrpoConfig, load
-from geoguessr_rl.phases import prepare, train
+from geoguessr_rl.config import CONFIGS, GrpoConfig, load
+from geoguessr_rl.phases import train
 from geoguessr_rl.records import Photo
 
 GRPO = CONFIGS / "grpo.yaml"
@@ -59,6 +60,9 @@ def test_a_batch_that_groups_do_not_divide_is_refused_with_trls_sentence() -> No
         ("generation_batch_size=40", "no multiple of the completions a step"),
         ("generation_batch_size=16", "no multiple of the completions a step"),
         ("save_steps=25", "no multiple of 2, the steps between"),
+        ("max_steps=1201", "trainer.max_steps 1201 is no multiple of 2"),
+        ("num_iterations=3", "trainer.save_steps 200 is no multiple of 6"),
+        ("chat_template_kwargs={enable_thinking: true}", "must be .'enable_thinking': False"),
         ("fsdp=full_shard", "shard what the weight sync needs whole"),
     ],
 )
@@ -80,6 +84,10 @@ def test_memory_remedies_leave_a_run_the_same_run(world: Path) -> None:
     assert identity(**halved, vllm_gpu_memory_utilization=0.25) == identity()
     assert identity(gradient_accumulation_steps=8) != identity()
     assert identity(learning_rate=1e-4) != identity()
+    # The end may move, unless the learning rate or the reward hangs on it.
+    assert identity(max_steps=2400) == identity()
+    linear = {"lr_scheduler_type": "linear"}
+    assert identity(**linear, max_steps=2400) != identity(**linear)
 
 
 def test_rollouts_come_every_second_step_of_the_plan() -> None:
@@ -127,80 +135,13 @@ def test_the_order_is_a_new_permutation_each_epoch_and_a_longer_run_extends_it()
     assert [p.id for p in data.lay_out(photos(10), 25, seed=2)] != order
 
 
-def make_checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
-    path = folder / f"checkpoint-{step}"
-    path.mkdir()
-    for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        (path / name).touch()
-    (path / "trainer_state.json").write_text("{}" if whole else '{"log_hi')
-    return path
+@pytest.fixture
+def lucky(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that an untrained model can learn from."""
+    monkeypatch.setattr(train, "reward_functions", lucky_functions)
 
 
-def test_only_whole_checkpoints_of_generating_steps_are_continued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train.choose_checkpoint(tmp_path, "auto", 2) is None
-    good = make_checkpoint(tmp_path, 2)
-    make_checkpoint(tmp_path, 3)
-    make_checkpoint(tmp_path, 10, whole=False)
-    assert train.choose_checkpoint(tmp_path, "auto", 2) == good
-    said = capsys.readouterr().out
-    assert "checkpoint-3: its step does not generate" in said
-    assert "checkpoint-10: it is not complete" in said
-    assert train.choose_checkpoint(tmp_path, str(good), 2) == good
-    with pytest.raises(UserError, match="usable are checkpoint-2"):
-        train.choose_checkpoint(tmp_path, str(tmp_path / "checkpoint-3"), 2)
-
-
-def test_a_folder_that_holds_a_run_is_not_trained_over(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 2)
-    with pytest.raises(UserError, match="--resume_from_checkpoint auto"):
-        train.choose_checkpoint(tmp_path, None, 2)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small embedded world, prepared, and an untrained tiny model beside it."""
-    root = tmp_path_factory.mktemp("train")
-    embedded.draw_world(root / "world", train=48, test=24, seed=0)
-    flags = {"source.root": root / "world", "output_dir": root / "data"}
-    prepare.run(load(DataConfig, CONFIGS / "embedded/data.yaml", flags=flags))
-    models.build_tiny(root / "tiny", 0, embedded.sample_texts())
-    return root
-
-
-def small_run(world: Path, name: str, steps: int, **flags: Any) -> GrpoConfig:
-    """Two prompts of four completions a step, rewards by luck alone."""
-    section = {
-        "output_dir": str(world / name),
-        "max_steps": steps,
-        "save_steps": 2,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "report_to": "none",
-    }
-    overrides = [f"trainer.{key}={value}" for key, value in section.items()]
-    flags |= {"model.name": str(world / "tiny"), "data_dir": world / "data", "split": "train_pool"}
-    return load(GrpoConfig, CONFIGS / "embedded/grpo.yaml", overrides=overrides, flags=flags)
-
-
-def lucky_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An untrained model never answers; rewarding long words gives it something to learn."""
-
-    def reward_total(completions: list[Any], **columns: Any) -> list[float]:
-        return [len(c[0]["content"]) / 100 for c in completions]
-
-    others = [lambda completions, **columns: [0.0] * len(completions) for _ in range(3)]
-    for number, function in enumerate(others):
-        function.__name__ = f"reward_{number}"
-    monkeypatch.setattr(train, "reward_functions", lambda shape: [reward_total, *others])
-
-
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lucky_reward(monkeypatch)
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(world: Path, lucky: None) -> None:
     train.run(small_run(world, "whole", 4))
     train.run(small_run(world, "cut", 4))
     shutil.rmtree(world / "cut/checkpoint-4")  # as if killed after step 2
@@ -247,12 +188,9 @@ def test_generation_kwargs_that_undo_a_remedy_are_refused(world: Path, key: str)
         train.run(config.model_copy(update={"trainer": trainer}))
 
 
-def test_the_run_records_what_it_was_trained_on(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_records_what_it_was_trained_on(world: Path, lucky: None) -> None:
     from geoguessr_rl.backends.predictions import check_trained_alike
 
-    lucky_reward(monkeypatch)
     train.run(small_run(world, "record", 2))
     checkpoint = world / "record/checkpoint-2"
     split = data.load_split(world / "data", "train_pool")
@@ -270,10 +208,7 @@ def test_the_run_records_what_it_was_trained_on(
         check_trained_alike(checkpoint, "think", split.image_policy, str(retrained))
 
 
-def test_a_resume_under_another_reward_or_model_is_refused(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lucky_reward(monkeypatch)
+def test_a_resume_under_another_reward_or_model_is_refused(world: Path, lucky: None) -> None:
     train.run(small_run(world, "claimed", 2))
     config = small_run(world, "claimed", 4, resume_from_checkpoint="auto")
     reward = config.reward.model_copy(update={"shape": "geoscore"})

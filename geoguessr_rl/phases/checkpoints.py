@@ -37,11 +37,6 @@ class Point:
     tokens_p50: int
 
 
-def step_of(checkpoint: Path) -> int:
-    """Returns the optimizer step of `checkpoint-N`."""
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 def plateau(scores: Sequence[Sequence[float]]) -> int:
     """Returns the position of the first checkpoint that no later one beats by its interval.
 
@@ -102,7 +97,7 @@ def run(config: EvalConfig, training: Path) -> list[str]:
 
     points, scores = [], []
     for lora in [None, *adapters]:
-        step = 0 if lora is None else step_of(lora)
+        step = 0 if lora is None else artifacts.checkpoint_step(lora)
         name = f"{config.run_name}-step-{step}"
         one = config.model_copy(update={"run_name": name, "lora": lora})
         metrics = evaluate(one, partial(using, lora))

@@ -6,7 +6,9 @@ what it would have seen. Remedies for faults of the libraries stand in `backends
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +16,10 @@ from typing import Any
 
 import pydantic
 
-from geoguessr_rl import artifacts, budget, data
+from geoguessr_rl import artifacts, budget, data, samples
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.config import GrpoConfig, nearest
+from geoguessr_rl.prompt import TEMPLATE_KWARGS
 from geoguessr_rl.records import PHOTO_SCHEMA, Photo
 from geoguessr_rl.reward import reward_functions
 
@@ -26,9 +29,10 @@ OURS = {  # trainer keys that the config may not set otherwise
     "reward_weights": REWARD_WEIGHTS,
     "shuffle_dataset": False,  # `data.lay_out` decides the order
     "remove_unused_columns": False,  # the rewards read the labels
+    "chat_template_kwargs": TEMPLATE_KWARGS,  # evaluation renders the same prompt
 }
-EXTENDABLE = (  # trainer keys that a resumed run may change: its end, its logs, its memory
-    "max_steps",
+EXTENDABLE = (  # trainer keys that a resumed run may change: its logs, its memory, its end
+    "max_steps",  # where nothing depends on it, see `identity`
     "save_steps",
     "save_total_limit",
     "logging_steps",
@@ -42,15 +46,6 @@ EXTENDABLE = (  # trainer keys that a resumed run may change: its end, its logs,
     "gradient_checkpointing",
     "vllm_gpu_memory_utilization",
     "vllm_enable_sleep_mode",
-)
-LOGGED = (  # name in the terminal, TRL's key, digits
-    ("reward", "reward", 3),
-    ("format", "rewards/reward_format/mean", 3),
-    ("country", "rewards/reward_country/mean", 3),
-    ("GeoScore", "geoscore", 0),
-    ("tokens", "completions/mean_length", 0),
-    ("zero spread", "frac_reward_zero_std", 2),
-    ("seconds", "step_time", 1),
 )
 
 
@@ -120,11 +115,12 @@ def build_args(trainer: Mapping[str, Any], *, use_cpu: bool) -> Any:
     if args.deepspeed or args.fsdp:
         raise UserError("trainer.deepspeed and trainer.fsdp shard what the weight sync needs whole")
     every = steps_a_generation(args)
-    if args.save_strategy != "no" and args.save_steps % every:
-        raise UserError(
-            f"trainer.save_steps {args.save_steps:g} is no multiple of {every}, the steps between "
-            "generations, so its checkpoints could not be continued"
-        )
+    for key in ("save_steps", "max_steps"):
+        if args.save_strategy != "no" and getattr(args, key) % every:
+            raise UserError(
+                f"trainer.{key} {getattr(args, key):g} is no multiple of {every}, the steps "
+                "between generations, so its checkpoints could not be continued"
+            )
     return args
 
 
@@ -135,42 +131,7 @@ def prompts_a_generation(args: Any) -> int:
 
 def steps_a_generation(args: Any) -> int:
     """Returns how many optimizer steps one generation batch feeds; metrics come this often."""
-    return int(args.steps_per_generation // args.gradient_accumulation_steps)
-
-
-def choose_checkpoint(output_dir: Path, request: str | None, every: int) -> Path | None:
-    """Returns the checkpoint to continue from, or None for a fresh start.
-
-    Args:
-        output_dir: The run's folder.
-        request: `auto`, a checkpoint's folder, or None.
-        every: Optimizer steps a generation; a run resumed between two generations diverges.
-
-    Raises:
-        UserError: The folder holds a run and no resume was asked for, or the checkpoint is unfit.
-    """
-    usable = artifacts.complete_checkpoints(output_dir)
-    if request is None:
-        if usable:
-            raise UserError(
-                f"{output_dir} holds {usable[-1].name}; pass --resume_from_checkpoint auto to "
-                "continue it, or choose another trainer.output_dir"
-            )
-        return None
-    generating = [path for path in usable if int(path.name.split("-")[1]) % every == 0]
-    if request == "auto":
-        for path in sorted(output_dir.glob("checkpoint-*")):
-            if path not in generating:
-                why = "its step does not generate" if path in usable else "it is not complete"
-                print(f"set aside {path.name}: {why}", flush=True)
-        return generating[-1] if generating else None
-    path = Path(request)
-    if path.resolve() not in [known.resolve() for known in generating]:
-        raise UserError(
-            f"{request} is no complete checkpoint of {output_dir} at a multiple of {every} steps; "
-            f"usable are {', '.join(known.name for known in generating) or 'none'}"
-        )
-    return path
+    return int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def describe_plan(config: GrpoConfig, args: Any, rows: int | None) -> list[str]:
@@ -188,6 +149,7 @@ def describe_plan(config: GrpoConfig, args: Any, rows: int | None) -> list[str]:
             generations=args.num_generations,
             generation_batch=args.generation_batch_size,
             processes=args.world_size,
+            dollars_per_hour=config.dollars_per_hour,
         )
     return lines
 
@@ -220,13 +182,19 @@ def dry_run(config: GrpoConfig, args: Any) -> None:
 def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     """Trains the adapter and returns where it lies; with `dry_run` it only prints the plan.
 
+    Under `accelerate launch` or `torchrun` every process calls this; the main one alone prints,
+    holds the folder and writes into it.
+
     Args:
         config: The resolved config.
         source: The config file's name, for messages.
 
     Raises:
-        UserError: A key, the data, the model or the checkpoint is unfit.
+        UserError: A key, the data, the model or the checkpoint is unfit, or the disk is full.
     """
+    started = time.monotonic()
+    if (config.seconds_per_step is None) != (config.budget_hours is None):
+        raise UserError("--seconds_per_step and --budget_hours go together; give both or neither")
     from geoguessr_rl.backends import stack
 
     trainer_section = check_trainer_keys(config.trainer, source)
@@ -234,29 +202,42 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     stack.require_token_level_correction(trainer_section)
 
     import torch
+    from accelerate.utils import broadcast_object_list
 
-    if (config.seconds_per_step is None) != (config.budget_hours is None):
-        raise UserError("--seconds_per_step and --budget_hours go together; give both or neither")
-    no_gpu = not torch.cuda.is_available()
-    args = build_args(trainer_section, use_cpu=no_gpu)
+    from geoguessr_rl.backends.monitor import Monitor
+    from geoguessr_rl.backends.saving import OrderlyEnd
+
+    args = build_args(trainer_section, use_cpu=not torch.cuda.is_available())
     if config.dry_run:
         dry_run(config, args)
         return {}
     split = data.load_split(config.data_dir, config.split, limit=config.limit)
     data.require_train_role(split, config.data_dir)
-    out = Path(args.output_dir)
-    with artifacts.run_lock(out):
-        checkpoint = choose_checkpoint(out, config.resume_from_checkpoint, steps_a_generation(args))
-        print("\n".join(describe_plan(config, args, len(split.photos))), flush=True)
-        artifacts.claim(
-            out / artifacts.IDENTITY,
-            identity(config, args, split),
-            holds_work=bool(artifacts.complete_checkpoints(out)),
-        )
-        artifacts.write_json(out / artifacts.VERSIONS, artifacts.installed_versions())
-        artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
+    out, every, is_main = Path(args.output_dir), steps_a_generation(args), args.process_index == 0
+    with artifacts.run_lock(out) if is_main else nullcontext():
+        checkpoint = begin(config, args, split) if is_main else None
+        (checkpoint,) = broadcast_object_list([checkpoint])
         trainer = build_trainer(config, args, split.photos)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        end = OrderlyEnd(out, every, saves=args.save_strategy != "no")
+        Monitor(
+            trainer,
+            split.photos,
+            samples_every=config.samples_every,
+            stop_on=config.stop.on,
+            dollars_per_hour=config.dollars_per_hour,
+            every=every,
+            started=started,
+            end=end,
+        )
+        trainer.add_callback(end)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            end.close()
+        if end.error is not None:
+            raise end.error
+        if is_main:
+            artifacts.write_json(out / artifacts.TRAINING_LOG, trainer.state.log_history)
         last = artifacts.complete_checkpoints(out)
         rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     return {
@@ -264,7 +245,36 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
         "adapter": str(last[-1]) if last else None,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
+        "stopped": end.reason,
     }
+
+
+def begin(config: GrpoConfig, args: Any, split: data.Split) -> Path | None:
+    """Prints the plan, records beside the run what it is, and returns where it continues.
+
+    Raises:
+        UserError: The folder holds another run, or the checkpoint is unfit.
+    """
+    from geoguessr_rl.backends import saving
+
+    out = Path(args.output_dir)
+    there = artifacts.complete_checkpoints(out)
+    artifacts.claim(out / artifacts.IDENTITY, identity(config, args, split), holds_work=bool(there))
+    checkpoint = saving.choose_checkpoint(
+        out, config.resume_from_checkpoint, steps_a_generation(args)
+    )
+    print("\n".join(describe_plan(config, args, len(split.photos))), flush=True)
+    if checkpoint:
+        print(f"continuing from {checkpoint}", flush=True)
+    samples.cut_after(out, artifacts.checkpoint_step(checkpoint) if checkpoint else 0)
+    versions = artifacts.installed_versions() | {"source": artifacts.source_state()}
+    if (out / artifacts.VERSIONS).is_file() and checkpoint:
+        before = artifacts.read_json(out / artifacts.VERSIONS, remedy="delete it")
+        for name in sorted(name for name in versions if before.get(name) != versions[name]):
+            print(f"note: {name} was {before.get(name)} and is now {versions[name]}", flush=True)
+    artifacts.write_json(out / artifacts.VERSIONS, versions)
+    artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
+    return checkpoint
 
 
 def summary_line(done: Mapping[str, Any]) -> str:
@@ -274,11 +284,18 @@ def summary_line(done: Mapping[str, Any]) -> str:
         for key in ("reward_first", "reward_last")
     )
     adapter = done["adapter"] or "no checkpoint (trainer.save_strategy is no)"
-    return f"trained {done['steps']} steps: reward {first} to {last}; adapter in {adapter}"
+    line = f"trained {done['steps']} steps: reward {first} to {last}; adapter in {adapter}"
+    if done["stopped"]:
+        line += f"; stopped by {done['stopped']}: --resume_from_checkpoint auto continues"
+    return line
 
 
 def identity(config: GrpoConfig, args: Any, split: data.Split) -> dict[str, Any]:
     """Returns everything that must be equal for a resumed run to be the same run."""
+    fixed = {k: v for k, v in config.trainer.items() if k not in EXTENDABLE}
+    constant = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    if not constant.startswith("constant") or config.reward.shape == "curriculum":
+        fixed["max_steps"] = args.max_steps  # the learning rate or the reward hangs on the end
     return {
         "model": config.model.name,
         "model_files": artifacts.folder_fingerprint(config.model.name),
@@ -289,8 +306,10 @@ def identity(config: GrpoConfig, args: Any, split: data.Split) -> dict[str, Any]
         "photos": len(split.photos),
         "lora": config.lora.model_dump(mode="json"),
         "reward": config.reward.model_dump(mode="json"),
-        "completions_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps,
-        "trainer": {k: v for k, v in config.trainer.items() if k not in EXTENDABLE},
+        "completions_a_step": budget.completions_per_step(
+            args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+        ),
+        "trainer": fixed,
     }
 
 
@@ -312,7 +331,8 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
     # After the engine's settings: the trainer imports vLLM where it is installed.
     from trl import GRPOTrainer
 
-    from geoguessr_rl.backends.progress import show_compactly
+    from geoguessr_rl.backends.monitor import COLUMNS
+    from geoguessr_rl.backends.progress import show_table
 
     if "tensorboard" in args.report_to:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(RUNS / Path(args.output_dir).name))
@@ -345,5 +365,5 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
         name for name, weight in trainer.model.named_parameters() if weight.requires_grad
     )
     stack.mend(trainer)
-    show_compactly(trainer, LOGGED)
+    show_table(trainer, COLUMNS)
     return trainer

@@ -18,8 +18,6 @@ from geoguessr_rl.countries import name_of
 from geoguessr_rl.prompt import PromptStyle, format_completion
 from geoguessr_rl.records import Photo
 
-LOGGED = (("loss", "loss", 3), ("token accuracy", "mean_token_accuracy", 3))
-
 
 def country_centres(photos: Sequence[Photo]) -> dict[str, tuple[float, float]]:
     """Returns the median latitude and longitude of each country's photos, to one decimal."""
@@ -99,7 +97,7 @@ def run(config: WarmupConfig) -> dict[str, Any]:
     from trl import SFTConfig, SFTTrainer
 
     from geoguessr_rl.backends import models
-    from geoguessr_rl.backends.progress import show_compactly
+    from geoguessr_rl.backends.progress import Column, show_table
 
     out = config.output_dir
     with artifacts.run_lock(out):
@@ -151,7 +149,13 @@ def run(config: WarmupConfig) -> dict[str, Any]:
                 logging_steps=max(1, config.steps // 10),
             ),
         )
-        show_compactly(trainer, LOGGED)
+        show_table(
+            trainer,
+            (
+                Column(" loss", "loss", "{:.3f}".format),
+                Column("token accuracy", "mean_token_accuracy", "{:.3f}".format),
+            ),
+        )
         trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         staged = out / "staged"
         trainer.model.save_pretrained(staged)
