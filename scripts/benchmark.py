@@ -8,6 +8,7 @@ it alone on the machine. `data` needs Linux, 10 GB of disk and about ten minutes
 import argparse
 import io
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from geoguessr_rl.config import ImagePolicy
+from geoguessr_rl.config import CONFIGS, ImagePolicy
 from geoguessr_rl.countries import CODES
 from geoguessr_rl.parsing import parse_answer
 from geoguessr_rl.prompt import format_completion
@@ -306,7 +307,7 @@ def evaluation() -> bool:
     from geoguessr_rl import data as splits
     from geoguessr_rl.backends import open_backend, open_photo
     from geoguessr_rl.backends.predictions import generate, sampling_of
-    from geoguessr_rl.config import CONFIGS, EvalConfig, load
+    from geoguessr_rl.config import EvalConfig, load
 
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -382,11 +383,127 @@ def evaluation() -> bool:
     return cheap and small
 
 
+TRAIN_BOUND_RATIO = 1.03
+TRAIN_BOUND_REWARD = 0.005
+TRAIN_PAIRS = 15
+
+
+def _train(root: Path, ours: bool, turn: Any) -> None:
+    """Trains on the tiny model, one step whenever the pipe says so; completions of 64 tokens."""
+    from datasets import Dataset, Image
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    from geoguessr_rl import data as splits
+    from geoguessr_rl.backends import models
+    from geoguessr_rl.config import GrpoConfig, load
+    from geoguessr_rl.phases import train as phase
+
+    class Turns(TrainerCallback):
+        """Waits before each step."""
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            turn.send("ready")
+            turn.recv()
+
+    section = {
+        "output_dir": str(root / f"ours-{ours}"),
+        "max_steps": TRAIN_PAIRS + 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "generation_kwargs": {"min_new_tokens": 64},
+        "mask_truncated_completions": False,  # each completion is cut: all must count
+    }
+    overrides = [f"trainer.{key}={json.dumps(value)}" for key, value in section.items()]
+    flags = {"model.name": str(root / "embedded/tiny"), "data_dir": root / "data"}
+    config = load(GrpoConfig, CONFIGS / "embedded/grpo.yaml", overrides=overrides, flags=flags)
+    args = phase.build_args(config.trainer, use_cpu=True)
+    photos = splits.load_split(root / "data", "train_pool").photos
+    if ours:
+        trainer = phase.build_trainer(config, args, photos)
+        phase.attend(trainer, config, photos, time.monotonic())
+    else:
+        args.reward_weights = None
+        processor = models.load_processor(config.model.name)
+        columns = splits.training_columns(photos, config.prompt.style)
+        trainer = GRPOTrainer(
+            model=models.load_model(config.model, "cpu"),
+            processing_class=processor,
+            args=args,
+            train_dataset=Dataset.from_dict(columns).cast_column("image", Image()),
+            reward_funcs=lambda completions, **columns: [len(str(c)) % 7 for c in completions],
+            peft_config=models.lora_config(config.lora),
+        )
+    trainer.add_callback(Turns())
+    trainer.train()
+    turn.send("done")
+
+
+def train() -> bool:
+    """Times a step of ours against a bare `GRPOTrainer`, and the rewards' share of it."""
+    from geoguessr_rl.reward import reward_functions
+
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        _run("scripts/draw_embedded.py", root / "embedded")
+        _run(
+            "scripts/prepare_data.py", "--config", CONFIGS / "embedded/data.yaml",
+            "--source", root / "embedded/world", "--output_dir", root / "data",
+        )  # fmt: skip
+        turns, processes = {}, []
+        for ours in (True, False):
+            turns[ours], other = spawn.Pipe()
+            processes.append(spawn.Process(target=_train, args=(root, ours, other), daemon=True))
+            processes[-1].start()
+            other.close()
+            turns[ours].recv()
+
+        def seconds(ours: bool) -> float:
+            start = time.perf_counter()
+            turns[ours].send("go")
+            turns[ours].recv()
+            return time.perf_counter() - start
+
+        pairs = []
+        for n in range(TRAIN_PAIRS + 1):
+            order = (True, False) if n % 2 else (False, True)
+            pairs.append({ours: seconds(ours) for ours in order})
+        for process in processes:
+            process.kill()
+    del pairs[0]  # what the first step alone pays for
+    ratios = [pair[True] / pair[False] for pair in pairs]
+    ratio, step = float(np.median(ratios)), float(np.median([pair[True] for pair in pairs]))
+    kept = ratio <= TRAIN_BOUND_RATIO
+    print(f"train: a step of 128 completions of 64 tokens takes {step:.2f} s; {len(ratios)} pairs, "
+          f"{min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
+    print(f"  median {ratio:.3f} times a bare GRPOTrainer, at most {TRAIN_BOUND_RATIO}: "
+          f"{'kept' if kept else 'BROKEN'}")  # fmt: skip
+    batch = {
+        "completions": [
+            format_completion("Kazakhstan", n % 90, 73.1, clues=_CLUES, style="think")
+            for n in range(128)
+        ],
+        "latitude": [43.2] * 128,
+        "longitude": [76.9] * 128,
+        "country_iso2": ["KZ"] * 128,
+    }
+    # New functions each time: a batch is scored once, and here it stays the same.
+    rewards = 1e-6 * _microseconds(
+        lambda: [function(**batch) for function in reward_functions()], calls=20
+    )
+    cheap = rewards <= TRAIN_BOUND_REWARD * step
+    print(f"  rewards of 128 usual completions: {rewards / step:.2%} of the step, at most "
+          f"{TRAIN_BOUND_REWARD:.1%}: {'kept' if cheap else 'BROKEN'}")  # fmt: skip
+    return kept and cheap
+
+
 TASKS: dict[str, Callable[[], bool]] = {
     "reward": reward,
     "data": data,
     "score": score,
     "eval": evaluation,
+    "train": train,
 }
 
 

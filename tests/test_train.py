@@ -12,7 +12,7 @@ from small_runs import lucky_functions, small_run
 
 from geoguessr_rl import data, embedded
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import models
+from geoguessr_rl.backends import models, stack
 from geoguessr_rl.config import CONFIGS, GrpoConfig, load
 from geoguessr_rl.phases import train
 from geoguessr_rl.records import Photo
@@ -20,10 +20,52 @@ from geoguessr_rl.records import Photo
 GRPO = CONFIGS / "grpo.yaml"
 
 
-def test_the_checked_in_sections_are_keys_of_the_installed_trl() -> None:
-    for path in (GRPO, CONFIGS / "embedded/grpo.yaml"):
-        section = load(GrpoConfig, path).trainer
-        assert train.check_trainer_keys(section, str(path)) == section
+RECIPES = sorted([*CONFIGS.glob("grpo*.yaml"), *CONFIGS.glob("ablations/*.yaml")])
+EMBEDDED = sorted(CONFIGS.glob("embedded/**/grpo.yaml")) + sorted(
+    CONFIGS.glob("embedded/ablations/*.yaml")
+)
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *EMBEDDED], ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_each_recipe_is_keys_of_the_installed_trl_that_go_together(path: Path) -> None:
+    section = load(GrpoConfig, path).trainer
+    assert train.check_trainer_keys(section, str(path)) == section
+    train.build_args(section, use_cpu=True)
+    stack.require_token_level_correction(section)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_line_of_a_recipe_says_why(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if "#" not in line and not line.endswith(":")] == []
+
+
+def test_the_recipes_differ_in_what_their_names_say() -> None:
+    assert [path.stem for path in RECIPES] == [
+        *("run1", "run2", "run3"), "grpo", "grpo_8b", "grpo_direct", "grpo_qwen35_4b",
+    ]  # fmt: skip
+    grpo = {path.stem: load(GrpoConfig, path) for path in RECIPES}
+    assert grpo["grpo_direct"].prompt.style == "direct"
+    assert grpo["grpo_8b"].model.name == "Qwen/Qwen3-VL-8B-Instruct"
+    thinking = grpo["grpo_qwen35_4b"].trainer["chat_template_kwargs"]
+    assert thinking == {"enable_thinking": False}
+    for folder in (CONFIGS, CONFIGS / "embedded"):
+        runs = [load(GrpoConfig, folder / f"ablations/run{n}.yaml") for n in (1, 2, 3)]
+        args = [train.build_args(run.trainer, use_cpu=True) for run in runs]
+        assert [(a.scale_rewards, a.beta, train.prompts_a_generation(a)) for a in args] == [
+            ("group", 0, 1),
+            ("none", 0.02, 2),
+            ("group", 0, 2),
+        ]
+        assert [train.steps_a_generation(a) for a in args] == [1, 1, 1]
+        loras = {(run.lora.r, run.lora.alpha, run.lora.dropout) for run in runs}
+        assert loras == {(16, 32, 0.05)}
+        assert {tuple(run.lora.target_modules) for run in runs} == {
+            ("q_proj", "k_proj", "v_proj", "o_proj")
+        }
+        assert len({a.learning_rate for a in args}) == len({a.max_steps for a in args}) == 1
+    assert args[0].learning_rate == 1e-3
+    assert load(GrpoConfig, CONFIGS / "ablations/run1.yaml").trainer["learning_rate"] == 3e-5
 
 
 @pytest.mark.parametrize(

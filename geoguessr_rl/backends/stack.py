@@ -95,15 +95,19 @@ def collapse_pads(ids: Sequence[int], pad: int) -> list[int]:
 def mend_prompts(vllm_generation: Any, pad: int) -> None:
     """Remedies faults 1 and 2: hands vLLM one pad an image, and compares what it saw.
 
+    A `vllm serve` beside the trainer is handed the image's features, and expands nothing; there the
+    comparison alone is left.
+
     Args:
         vllm_generation: The trainer's `VLLMGeneration`.
         pad: The id of the image pad.
     """
     generate: Callable[..., Any] = vllm_generation.generate
+    in_process = vllm_generation.mode == "colocate"
 
     def mended(prompts: list[list[int]], images: Any, num_generations: int, **kwargs: Any) -> Any:
-        collapsed = [collapse_pads(ids, pad) for ids in prompts]
-        outputs = generate(collapsed, images, num_generations, **kwargs)
+        handed = [collapse_pads(ids, pad) for ids in prompts] if in_process else prompts
+        outputs = generate(handed, images, num_generations, **kwargs)
         require_equal_prompts(prompts, outputs[0], pad)
         return outputs
 
@@ -284,7 +288,7 @@ class BaseWeightsGuard(TrainerCallback):
 
 
 def mend(trainer: Any) -> None:
-    """Puts every remedy and check on a built `GRPOTrainer`."""
+    """Puts every remedy and check on a built `GRPOTrainer`; each process has its own."""
     forbidden = set(forbidden_ids(trainer._tokenizer))
     generate_single_turn = trainer._generate_single_turn
 

@@ -204,32 +204,18 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     import torch
     from accelerate.utils import broadcast_object_list
 
-    from geoguessr_rl.backends.monitor import Monitor
-    from geoguessr_rl.backends.saving import OrderlyEnd
-
     args = build_args(trainer_section, use_cpu=not torch.cuda.is_available())
     if config.dry_run:
         dry_run(config, args)
         return {}
     split = data.load_split(config.data_dir, config.split, limit=config.limit)
     data.require_train_role(split, config.data_dir)
-    out, every, is_main = Path(args.output_dir), steps_a_generation(args), args.process_index == 0
+    out, is_main = Path(args.output_dir), args.process_index == 0
     with artifacts.run_lock(out) if is_main else nullcontext():
         checkpoint = begin(config, args, split) if is_main else None
         (checkpoint,) = broadcast_object_list([checkpoint])
         trainer = build_trainer(config, args, split.photos)
-        end = OrderlyEnd(out, every, saves=args.save_strategy != "no")
-        Monitor(
-            trainer,
-            split.photos,
-            samples_every=config.samples_every,
-            stop_on=config.stop.on,
-            dollars_per_hour=config.dollars_per_hour,
-            every=every,
-            started=started,
-            end=end,
-        )
-        trainer.add_callback(end)
+        end = attend(trainer, config, split.photos, started)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
@@ -247,6 +233,35 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
         "reward_last": rewards[-1] if rewards else None,
         "stopped": end.reason,
     }
+
+
+def attend(trainer: Any, config: GrpoConfig, photos: Sequence[Photo], started: float) -> Any:
+    """Puts the eyes of a run on its trainer, and returns the `OrderlyEnd` that can stop it.
+
+    Args:
+        trainer: As `build_trainer` returns it.
+        config: The resolved config.
+        photos: The train photos.
+        started: When the costs began, on `time.monotonic`'s clock.
+    """
+    from geoguessr_rl.backends.monitor import Monitor
+    from geoguessr_rl.backends.saving import OrderlyEnd
+
+    args = trainer.args
+    every = steps_a_generation(args)
+    end = OrderlyEnd(Path(args.output_dir), every, saves=args.save_strategy != "no")
+    Monitor(
+        trainer,
+        photos,
+        samples_every=config.samples_every,
+        stop_on=config.stop.on,
+        dollars_per_hour=config.dollars_per_hour,
+        every=every,
+        started=started,
+        end=end,
+    )
+    trainer.add_callback(end)
+    return end
 
 
 def begin(config: GrpoConfig, args: Any, split: data.Split) -> Path | None:
