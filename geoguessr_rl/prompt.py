@@ -17,7 +17,7 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 MAX_COMPLETION_TOKENS = 512
 
 TEMPLATE_KWARGS = {"enable_thinking": False}
-"""For every rendering: a template that thinks by itself would swallow the block that we ask for."""
+"""For a template that can think by itself, which would swallow the block that we ask for."""
 
 SYSTEM = (
     "You are an expert GeoGuessr player. You go by what you see in the photo, "

@@ -107,6 +107,12 @@ def test_a_young_run_may_still_look_for_the_format() -> None:
     assert names(rollouts(alarms.SETTLED, **fault)) == ["format_collapse"]
 
 
+def test_a_run_of_a_few_rollouts_is_not_judged() -> None:
+    fault = {"frac_reward_zero_std": 1.0}
+    assert names(rollouts(alarms.WINDOW - 1, **fault)) == []
+    assert names(rollouts(alarms.WINDOW, **fault)) == ["zero_spread"]
+
+
 def test_figures_that_a_run_does_not_have_are_no_alarm() -> None:
     bare = [Rollout(step, {}, Counter(), Counter()) for step in range(20)]
     assert alarms.check(bare) == []

@@ -104,7 +104,10 @@ def test_a_batch_that_groups_do_not_divide_is_refused_with_trls_sentence() -> No
         ("save_steps=25", "no multiple of 2, the steps between"),
         ("max_steps=1201", "trainer.max_steps 1201 is no multiple of 2"),
         ("num_iterations=3", "trainer.save_steps 200 is no multiple of 6"),
-        ("chat_template_kwargs={enable_thinking: true}", "must be .'enable_thinking': False"),
+        (
+            "chat_template_kwargs={enable_thinking: true}",
+            "must be .'enable_thinking': False.*as the evaluation",
+        ),
         ("fsdp=full_shard", "shard what the weight sync needs whole"),
     ],
 )

@@ -258,6 +258,15 @@ def load_processor(name: str) -> Any:
     return _from_hub(AutoProcessor.from_pretrained, name, padding_side="left")
 
 
+def template_kwargs(processor: Any) -> dict[str, Any]:
+    """Returns what every rendering of the prompt passes to the model's chat template.
+
+    A template that does not know a name must not get it: transformers hands it to the processor.
+    """
+    template = str(processor.chat_template)
+    return {name: value for name, value in prompt.TEMPLATE_KWARGS.items() if name in template}
+
+
 def load_model(model: Model, device: str) -> Any:
     """Loads a vision-language model for generation or training."""
     from transformers import AutoModelForImageTextToText

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from geoguessr_rl.artifacts import seed_for
 from geoguessr_rl.backends import chat_messages, models, open_photo
 from geoguessr_rl.config import Generation, Model
-from geoguessr_rl.prompt import TEMPLATE_KWARGS, PromptStyle
+from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, Photo, Sampling
 
 
@@ -57,7 +57,10 @@ class TransformersBackend:
         self._has_adapters = False
         self.use(lora)
         self._prompt = self._processor.apply_chat_template(
-            chat_messages(style), add_generation_prompt=True, tokenize=False, **TEMPLATE_KWARGS
+            chat_messages(style),
+            add_generation_prompt=True,
+            tokenize=False,
+            **models.template_kwargs(self._processor),
         )
         self._end_ids = models.end_token_ids(self._model, self._processor)
 

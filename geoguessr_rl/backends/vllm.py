@@ -12,7 +12,7 @@ from geoguessr_rl.artifacts import UserError, read_json, seed_for
 from geoguessr_rl.backends import chat_messages, models, open_photo
 from geoguessr_rl.backends.stack import prepare_cpu_engine
 from geoguessr_rl.config import Generation, Model
-from geoguessr_rl.prompt import TEMPLATE_KWARGS, PromptStyle
+from geoguessr_rl.prompt import PromptStyle
 from geoguessr_rl.records import Completion, FinishReason, Photo, Sampling
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM reserves space for
@@ -78,7 +78,10 @@ class VllmBackend:
         processor = models.load_processor(model.name)
         self._image_token_id = models.image_token_id(processor)
         prompt = processor.apply_chat_template(
-            chat_messages(style), add_generation_prompt=True, tokenize=False, **TEMPLATE_KWARGS
+            chat_messages(style),
+            add_generation_prompt=True,
+            tokenize=False,
+            **models.template_kwargs(processor),
         )
         self._tokenizer = processor.tokenizer
         self._prompt_ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]

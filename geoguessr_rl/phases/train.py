@@ -25,11 +25,11 @@ from geoguessr_rl.reward import reward_functions
 
 REWARD_WEIGHTS = [1.0, 0.0, 0.0, 0.0]  # the total trains; its components are curves only
 RUNS = Path("runs")
+PROJECT = "geoguessr-rl"  # in W&B and Trackio
 OURS = {  # trainer keys that the config may not set otherwise
     "reward_weights": REWARD_WEIGHTS,
     "shuffle_dataset": False,  # `data.lay_out` decides the order
     "remove_unused_columns": False,  # the rewards read the labels
-    "chat_template_kwargs": TEMPLATE_KWARGS,  # evaluation renders the same prompt
 }
 EXTENDABLE = (  # trainer keys that a resumed run may change: its logs, its memory, its end
     "max_steps",  # where nothing depends on it, see `identity`
@@ -93,11 +93,18 @@ def build_args(trainer: Mapping[str, Any], *, use_cpu: bool) -> Any:
     for key, value in OURS.items():
         if trainer.get(key, value) != value:
             raise UserError(f"trainer.{key} must be {value}: the run depends on it; remove the key")
+    if trainer.get("chat_template_kwargs", TEMPLATE_KWARGS) != TEMPLATE_KWARGS:
+        raise UserError(
+            f"trainer.chat_template_kwargs must be {TEMPLATE_KWARGS}, as the evaluation renders "
+            "the prompt; remove the key"
+        )
     if trainer.get("max_steps", -1) < 1:
         raise UserError("trainer.max_steps must be 1 or more; a run is laid out in advance")
     settings = {
         "report_to": "wandb" if os.environ.get("WANDB_API_KEY") else "tensorboard",
         "log_multimodal": False,  # it uploads up to 64 photos a log call
+        "project": PROJECT,
+        "trackio_static_space_id": False,  # else a push to the Hub publishes the curves too
         **({"use_cpu": True} if use_cpu else {}),
         **trainer,
         **OURS,
@@ -351,7 +358,9 @@ def build_trainer(config: GrpoConfig, args: Any, photos: Sequence[Photo]) -> Any
 
     if "tensorboard" in args.report_to:
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(RUNS / Path(args.output_dir).name))
+    os.environ.setdefault("WANDB_PROJECT", PROJECT)
     processor = models.load_processor(config.model.name)
+    args.chat_template_kwargs = models.template_kwargs(processor)
     chosen = args.generation_kwargs or {}
     ours = stack.forbid_vision_tokens(processor.tokenizer, use_vllm=args.use_vllm)
     for key in ("seed", *ours):
