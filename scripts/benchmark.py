@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -385,26 +386,19 @@ def evaluation() -> bool:
 
 TRAIN_BOUND_RATIO = 1.03
 TRAIN_BOUND_REWARD = 0.005
-TRAIN_PAIRS = 15
+TRAIN_PAIRS = 21
 
 
-def _train(root: Path, ours: bool, turn: Any) -> None:
+def _train(root: Path, ours: bool, pipe: Any) -> None:
     """Trains on the tiny model, one step whenever the pipe says so; completions of 64 tokens."""
-    from datasets import Dataset, Image
-    from transformers import TrainerCallback
-    from trl import GRPOTrainer
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
 
     from geoguessr_rl import data as splits
-    from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.reference import bare_trainer, train_in_turns
     from geoguessr_rl.config import GrpoConfig, load
     from geoguessr_rl.phases import train as phase
-
-    class Turns(TrainerCallback):
-        """Waits before each step."""
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            turn.send("ready")
-            turn.recv()
 
     section = {
         "output_dir": str(root / f"ours-{ours}"),
@@ -423,20 +417,8 @@ def _train(root: Path, ours: bool, turn: Any) -> None:
         trainer = phase.build_trainer(config, args, photos)
         phase.attend(trainer, config, photos, time.monotonic())
     else:
-        args.reward_weights = None
-        processor = models.load_processor(config.model.name)
-        columns = splits.training_columns(photos, config.prompt.style)
-        trainer = GRPOTrainer(
-            model=models.load_model(config.model, "cpu"),
-            processing_class=processor,
-            args=args,
-            train_dataset=Dataset.from_dict(columns).cast_column("image", Image()),
-            reward_funcs=lambda completions, **columns: [len(str(c)) % 7 for c in completions],
-            peft_config=models.lora_config(config.lora),
-        )
-    trainer.add_callback(Turns())
-    trainer.train()
-    turn.send("done")
+        trainer = bare_trainer(config, args, photos)
+    train_in_turns(trainer, pipe)
 
 
 def train() -> bool:

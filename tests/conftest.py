@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +156,17 @@ def make_checkpoint(folder: Path, step: int, state: str = "{}") -> Path:
         write_zip(path / name, [("data", b"0")])
     (path / "trainer_state.json").write_text(state)
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_process_group() -> Iterator[None]:
+    """Keeps what an engine in this process writes into the environment from child processes.
+
+    With these set, a child would join the process group of the test run, and find its port taken.
+    """
+    yield
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 class Ended(NamedTuple):

@@ -349,6 +349,10 @@ def test_whole_checkpoints_come_in_the_order_of_their_steps(tmp_path: Path) -> N
     assert artifacts.complete_checkpoints(tmp_path / "gone") == []
 
 
+def test_a_step_is_read_from_the_folder() -> None:
+    assert artifacts.checkpoint_step(Path("a/checkpoint-120")) == 120
+
+
 FILES = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 

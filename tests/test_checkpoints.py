@@ -10,10 +10,6 @@ from geoguessr_rl.config import EvalConfig, Generation
 from geoguessr_rl.phases import checkpoints
 
 
-def test_a_step_is_read_from_the_folder() -> None:
-    assert checkpoints.step_of(Path("a/checkpoint-120")) == 120
-
-
 @pytest.mark.parametrize(
     ("means", "position"),
     [

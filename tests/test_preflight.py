@@ -439,6 +439,28 @@ def test_a_template_that_puts_two_photos_is_reported(world: Path, tmp_path: Path
         probes.rendered_prompt(processor, "direct", {})
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("if add_generation_prompt", "if false", "does not hand the turn to the assistant"),
+        ("block.text", "block.text * (message.role != 'system')", "what the system says"),
+        ("block.text", "block.text * (message.role != 'user')", "what the user says"),
+    ],
+)
+def test_a_template_that_drops_a_part_is_reported(
+    world: Path, tmp_path: Path, before: str, after: str, words: str
+) -> None:
+    processor = model_with_template(world, tmp_path / "b", lambda t: t.replace(before, after))
+    with pytest.raises(artifacts.UserError, match=words):
+        probes.rendered_prompt(processor, "think", {})
+
+
+def test_a_template_that_opens_an_answer_is_reported(world: Path, tmp_path: Path) -> None:
+    processor = model_with_template(world, tmp_path / "answer", thinking("'<answer>'"))
+    with pytest.raises(artifacts.UserError, match="opens an answer block"):
+        probes.rendered_prompt(processor, "direct", {})
+
+
 # Model and engine.
 
 

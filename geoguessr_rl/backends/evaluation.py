@@ -5,11 +5,13 @@ Every figure is computed from the rows that stand in the file. Comparing two run
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import Backend
+from geoguessr_rl.backends import Backend, open_backend
 from geoguessr_rl.backends.predictions import (
     check_trained_alike,
     find_adapter,
@@ -77,6 +79,41 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
         else:
             artifacts.write_json(out / artifacts.METRICS, metrics)
     return metrics
+
+
+def require_adapters(config: EvalConfig) -> None:
+    """Raises UserError when the backend cannot change adapters."""
+    if config.generation.backend not in ("vllm", "transformers"):
+        raise UserError(
+            f"the {config.generation.backend} backend has no adapters; choose vllm or transformers"
+        )
+
+
+def shared_engine(
+    config: EvalConfig, adapters: Sequence[Path]
+) -> Callable[[Path | None], Callable[[], Backend]]:
+    """Returns what gives, for an adapter or None, the `engine` that `evaluate` takes.
+
+    The base is loaded once, when first asked, and the adapters are changed under it.
+    """
+
+    @cache
+    def engine() -> Any:
+        return open_backend(
+            config.generation,
+            config.model,
+            config.prompt.style,
+            lora=adapters[0],
+            others=adapters[1:],
+            allow_base_mismatch=config.allow_base_mismatch,
+        )
+
+    def using(lora: Path | None) -> Backend:
+        backend = engine()
+        backend.use(lora)
+        return backend
+
+    return lambda lora: partial(using, lora)
 
 
 def summarize(

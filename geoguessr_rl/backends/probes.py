@@ -20,7 +20,13 @@ from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import chat_messages, open_photo, stack
 from geoguessr_rl.parsing import parse_answer
-from geoguessr_rl.prompt import THINK_CLOSE, THINK_OPEN, PromptStyle
+from geoguessr_rl.prompt import (
+    ANSWER_CLOSE,
+    ANSWER_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    PromptStyle,
+)  # fmt: skip
 from geoguessr_rl.records import Photo
 from geoguessr_rl.reward import haversine_km
 
@@ -59,7 +65,24 @@ def rendered_prompt(processor: Any, style: PromptStyle, settings: dict[str, Any]
             f"the chat template puts {count} image placeholders into a prompt with one photo; take "
             "the model's own chat template"
         )
+    unasked = processor.apply_chat_template(chat_messages(style), tokenize=False, **settings)
+    if text == unasked or not text.startswith(unasked):
+        raise UserError(
+            "the chat template does not hand the turn to the assistant (no generation prompt); "
+            "take the model's own chat template"
+        )
+    for message in prompt.build_messages(style):
+        if message["content"].strip() not in text:
+            raise UserError(
+                f"the chat template leaves out what the {message['role']} says; take the model's "
+                "own chat template"
+            )
     # The prompt's own words name both tags, always in pairs.
+    if text.rfind(ANSWER_OPEN) > text.rfind(ANSWER_CLOSE):
+        raise UserError(
+            f"the chat template opens an answer block (the prompt ends with {text[-30:]!r}), so "
+            "that no completion holds a whole one; take the model's own chat template"
+        )
     if text.rfind(THINK_OPEN) > text.rfind(THINK_CLOSE):
         remedy = f"take {THINK_OPEN} out of its chat_template.jinja, or take another model"
         if "enable_thinking" in str(processor.chat_template) and "enable_thinking" not in settings:

@@ -6,16 +6,13 @@ The base is loaded once and the adapters are changed under it. The outcome is a 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from geoguessr_rl import artifacts
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import Backend, open_backend
-from geoguessr_rl.backends.evaluation import evaluate
+from geoguessr_rl.backends.evaluation import evaluate, require_adapters, shared_engine
 from geoguessr_rl.backends.predictions import find_adapter
 from geoguessr_rl.config import EvalConfig
 from geoguessr_rl.eval_metrics import by_photo, paired_bootstrap
@@ -71,36 +68,18 @@ def run(config: EvalConfig, training: Path) -> list[str]:
     Raises:
         UserError: There is no whole checkpoint, or the backend cannot change adapters.
     """
-    if config.generation.backend not in ("vllm", "transformers"):
-        raise UserError(
-            f"the {config.generation.backend} backend has no adapters; choose vllm or transformers"
-        )
+    require_adapters(config)
     adapters = [find_adapter(path) for path in artifacts.complete_checkpoints(training)]
     if not adapters:
         raise UserError(f"{training} holds no whole checkpoint; give a training run's folder")
 
-    @cache
-    def engine() -> Any:
-        return open_backend(
-            config.generation,
-            config.model,
-            config.prompt.style,
-            lora=adapters[0],
-            others=adapters[1:],
-            allow_base_mismatch=config.allow_base_mismatch,
-        )
-
-    def using(lora: Path | None) -> Backend:
-        backend = engine()
-        backend.use(lora)
-        return backend
-
+    using = shared_engine(config, adapters)
     points, scores = [], []
     for lora in [None, *adapters]:
         step = 0 if lora is None else artifacts.checkpoint_step(lora)
         name = f"{config.run_name}-step-{step}"
         one = config.model_copy(update={"run_name": name, "lora": lora})
-        metrics = evaluate(one, partial(using, lora))
+        metrics = evaluate(one, using(lora))
         if not metrics["complete"]:
             raise UserError(f"{name} is incomplete; run the same command again")
         folder = config.output_dir / name / config.split
