@@ -113,8 +113,7 @@ def run_file(path: str) -> None:
 
         train.build_trainer = build_scripted
     config = small_run(Path(flags.pop("world")), flags.pop("name"), flags.pop("steps"), **flags)
-    done = train.run(config)
-    if os.environ.get("RANK", "0") == "0":
+    if done := train.run(config):
         print(train.summary_line(done), flush=True)
 
 

@@ -190,7 +190,7 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     """Trains the adapter and returns where it lies; with `dry_run` it only prints the plan.
 
     Under `accelerate launch` or `torchrun` every process calls this; the main one alone prints,
-    holds the folder and writes into it.
+    holds the folder, writes into it and returns something.
 
     Args:
         config: The resolved config.
@@ -212,12 +212,13 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
     from accelerate.utils import broadcast_object_list
 
     args = build_args(trainer_section, use_cpu=not torch.cuda.is_available())
+    out, is_main = Path(args.output_dir), args.process_index == 0
     if config.dry_run:
-        dry_run(config, args)
+        if is_main:
+            dry_run(config, args)
         return {}
     split = data.load_split(config.data_dir, config.split, limit=config.limit)
     data.require_train_role(split, config.data_dir)
-    out, is_main = Path(args.output_dir), args.process_index == 0
     with artifacts.run_lock(out) if is_main else nullcontext():
         checkpoint = begin(config, args, split) if is_main else None
         (checkpoint,) = broadcast_object_list([checkpoint])
@@ -229,8 +230,9 @@ def run(config: GrpoConfig, source: str = "trainer section") -> dict[str, Any]:
             end.close()
         if end.error is not None:
             raise end.error
-        if is_main:
-            artifacts.write_json(out / artifacts.TRAINING_LOG, trainer.state.log_history)
+        if not is_main:
+            return {}
+        artifacts.write_json(out / artifacts.TRAINING_LOG, trainer.state.log_history)
         last = artifacts.complete_checkpoints(out)
         rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     return {
