@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -348,6 +349,30 @@ def test_the_functions_agree_with_components_and_ignore_other_columns() -> None:
         component = function.__name__.removeprefix("reward_")
         rewards = function(**BATCH, prompts=["p"] * 4, image=[object()] * 4)
         assert rewards == [getattr(scores, component) for scores in expected]
+
+
+def test_the_total_logs_what_a_run_is_watched_by() -> None:
+    logged: dict[str, list[Any]] = {}
+    ids = ["a", "b", "c", "d"]
+    for function in reward_functions():
+        function(**BATCH, id=ids, log_extra=logged.__setitem__)
+    scores = [components(text, *PARIS, "FR") for text in BATCH["completions"]]
+    said = ["" if s.answer is None else s.answer.country_iso2 or s.answer.country for s in scores]
+    assert logged["id"] == ids and logged["country"] == said
+    far = [math.nan if score.d_km is None else score.d_km for score in scores]
+    assert logged["d_km"] == pytest.approx(far, nan_ok=True)
+
+
+def test_a_curriculum_logs_its_scale() -> None:
+    total = reward_functions(RewardShape("curriculum", scales_km=(1600.0, 100.0)))[0]
+    for step, scale in ((0, 1600.0), (5, 400.0), (10, 100.0)):
+        logged: dict[str, float] = {}
+        state = SimpleNamespace(global_step=step, max_steps=10)
+        total(**BATCH, trainer_state=state, log_metric=logged.__setitem__)
+        assert logged["reward_scale_km"] == pytest.approx(scale)
+    logged = {}
+    reward_functions()[0](**BATCH, log_metric=logged.__setitem__)
+    assert "reward_scale_km" not in logged
 
 
 @pytest.fixture
