@@ -341,6 +341,22 @@ class GrpoConfig(Section):
     limit: PositiveInt | None = None
 
 
+class ExportConfig(Section):
+    """`configs/export.yaml`: merge an adapter into its base.
+
+    `photos` of the split are answered by both, to see that they are one model.
+    """
+
+    model: Model = Model()
+    lora: Path = Path("outputs/grpo-qwen3vl4b")
+    prompt: Prompt = Prompt()
+    data_dir: Path = Path("data")
+    split: FolderName = "eval_quick"
+    photos: PositiveInt = 16
+    output_dir: Path = Path("outputs/merged")
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+
+
 def _one_line(error: Exception) -> str:
     """Returns an error's text without its line breaks."""
     return " ".join(str(error).split())

@@ -43,7 +43,8 @@ def small_run(world: Path, name: str, steps: int, **flags: Any) -> GrpoConfig:
         **{key: flags.pop(key) for key in list(flags) if key in TRAINER},
     }
     overrides = [f"trainer.{key}={json.dumps(value)}" for key, value in section.items()]
-    flags |= {"model.name": str(world / "tiny"), "data_dir": world / "data", "split": "train_pool"}
+    ours = {"model.name": str(world / "tiny"), "data_dir": world / "data", "split": "train_pool"}
+    flags = ours | flags
     return load(GrpoConfig, CONFIGS / "embedded/grpo.yaml", overrides=overrides, flags=flags)
 
 
