@@ -113,8 +113,8 @@ def merge(
         allowed = "all equal" if exact else f"at most {limit}"
         raise UserError(
             f"the merged model gives {measured['equal']} of {len(photos)} answers as base + "
-            f"adapter do, {measured['gap']:.4f} nats a token apart ({allowed} is rounding); check the "
-            "adapter, or set model.dtype to float32"
+            f"adapter do, {measured['gap']:.4f} nats a token apart ({allowed} is rounding); check "
+            "the adapter, or set model.dtype to float32"
         )
     # The config comes last: without it nobody takes the folder for a model.
     for file in sorted(staged.iterdir(), key=lambda path: path.name == "config.json"):
