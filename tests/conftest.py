@@ -158,15 +158,21 @@ def make_checkpoint(folder: Path, step: int, state: str = "{}") -> Path:
     return path
 
 
+ENGINE_WRITES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD")
+BEFORE_ENGINES = {name: os.environ[name] for name in ENGINE_WRITES if name in os.environ}
+
+
 @pytest.fixture(autouse=True)
-def own_process_group() -> Iterator[None]:
+def clean_environment() -> Iterator[None]:
     """Keeps what an engine in this process writes into the environment from child processes.
 
-    With these set, a child would join the process group of the test run, and find its port taken.
+    They would join the process group of the test run and find its port taken, and preload
+    libraries from a path that a space cuts in two.
     """
     yield
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ENGINE_WRITES:
         os.environ.pop(name, None)
+    os.environ.update(BEFORE_ENGINES)
 
 
 class Ended(NamedTuple):
