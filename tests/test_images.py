@@ -258,7 +258,12 @@ from pathlib import Path
 from geoguessr_rl.config import ImagePolicy
 from geoguessr_rl.images import BadImageError, prepare
 warnings.simplefilter("ignore")
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+status = Path("/proc/self/status")
+def peak():
+    # A new process inherits the peak of the one that started it in ru_maxrss, and not here.
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = {"": peak()}
 for path in map(Path, sys.argv[1:]):
     try:
