@@ -7,7 +7,7 @@ collection of polygons, and no borders of countries.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,24 +18,35 @@ Ring = list[tuple[float, float]]
 _ANTARCTIC = -60  # latitude, the lower edge of the map: rings that lie beyond it are left out
 
 
-def _rings(topology: dict[str, Any]) -> Iterator[Ring]:
-    """Yields the closed rings of the land as (longitude, latitude) in degrees."""
+def arcs(topology: dict[str, Any]) -> list[Ring]:
+    """Decodes the arcs of a quantised TopoJSON file to (longitude, latitude) in degrees."""
     (sx, sy), (tx, ty) = topology["transform"]["scale"], topology["transform"]["translate"]
 
-    def arc(index: int) -> Ring:
+    def decode(steps: list[list[int]]) -> Ring:
         points, x, y = [], 0, 0
-        for dx, dy in topology["arcs"][index if index >= 0 else ~index]:
+        for dx, dy in steps:
             x, y = x + dx, y + dy  # each point is given as the step from the one before
             points.append((tx + sx * x, ty + sy * y))
-        return points if index >= 0 else points[::-1]  # ~i stands for arc i, walked backwards
+        return points
 
+    return [decode(steps) for steps in topology["arcs"]]
+
+
+def join(arcs: Sequence[Ring], ring: Iterable[int]) -> Ring:
+    """Joins a ring's arcs; ~i stands for arc i, walked backwards."""
+    return [point for i in ring for point in (arcs[i] if i >= 0 else arcs[~i][::-1])]
+
+
+def _rings(topology: dict[str, Any]) -> Iterator[Ring]:
+    """Yields the closed rings of the land as (longitude, latitude) in degrees."""
+    decoded = arcs(topology)
     for geometry in topology["objects"]["land"]["geometries"]:
         for polygon in geometry["arcs"]:
             for ring in polygon:
-                yield [point for index in ring for point in arc(index)]
+                yield join(decoded, ring)
 
 
-def _unwrap(ring: Ring) -> Ring:
+def unwrap(ring: Ring) -> Ring:
     """Lets a ring run past ±180° where it steps from one edge of the map to the other."""
     points, turn = [ring[0]], 0
     for (before, _), (longitude, latitude) in pairwise(ring):
@@ -84,7 +95,7 @@ def land_path(decimals: int = 1) -> str:
     for ring in _rings(topology):
         if max(latitude for _, latitude in ring) < _ANTARCTIC:
             continue
-        for piece in _on_the_map(_unwrap(ring)):
+        for piece in _on_the_map(unwrap(ring)):
             points = [
                 (round(2 * (x + 180), decimals), round(2 * (85 - y), decimals)) for x, y in piece
             ]

@@ -19,9 +19,9 @@ LAYERS = [
     {"prompt", "parsing", "countries", "reward"},
     {"records", "config", "artifacts"},
     {"images", "hub", "sources", "screen", "photos", "data", "eval_metrics", "budget", "embedded"}
-    | {"charts", "report_figures", "outlines", "data_card", "places", "runs", "tables"}
-    | {"reward_figures"}
-    | {"alarms", "samples"},
+    | {"charts", "report_figures", "outlines", "world_map", "data_card", "places", "runs", "tables"}
+    | {"reward_figures", "model_card", "upload"}
+    | {"alarms", "samples", "demo_views", "exif", "game", "photo_drop", "space"},
     {"backends"},
     {"phases"},
     {"scripts"},
