@@ -323,18 +323,33 @@ def consensus(rows: Sequence[Prediction]) -> Prediction:
     An answer without a place has no say; of equals the first one counts. Without any place it is
     the first row.
     """
-    placed = [
-        (row.pred_latitude, row.pred_longitude, row)
+    placed = [row for row in rows if row.pred_latitude is not None]
+    places = _places(placed)
+    return placed[central(places)] if places else rows[0]
+
+
+def central(places: Sequence[tuple[float, float]]) -> int:
+    """Returns which (latitude, longitude) has the least summed great-circle distance to the others.
+
+    Of equals it is the first.
+    """
+    far = [math.fsum(haversine_km(*here, *there) for there in places) for here in places]
+    return far.index(min(far))
+
+
+def spread_km(places: Sequence[tuple[float, float]]) -> float:
+    """Returns the median great-circle distance between two of at least two places."""
+    pairs = [haversine_km(*a, *b) for i, a in enumerate(places) for b in places[:i]]
+    return statistics.median(pairs)
+
+
+def _places(rows: Iterable[Prediction]) -> list[tuple[float, float]]:
+    """Returns where the answers that give a place are."""
+    return [
+        (row.pred_latitude, row.pred_longitude)
         for row in rows
         if row.pred_latitude is not None and row.pred_longitude is not None
     ]
-    if not placed:
-        return rows[0]
-
-    def spread(here: tuple[float, float, Prediction]) -> float:
-        return math.fsum(haversine_km(*here[:2], *there[:2]) for there in placed)
-
-    return min(placed, key=spread)[2]
 
 
 def _of_k(rows: Sequence[Prediction], resamples: int) -> dict[str, Any]:
@@ -780,14 +795,9 @@ def agreement(
     """
     spread, error, photos = [], [], by_photo(rows)
     for samples in photos.values():
-        places = [
-            (row.pred_latitude, row.pred_longitude)
-            for row in samples
-            if row.pred_latitude is not None and row.pred_longitude is not None
-        ]
+        places = _places(samples)
         if len(places) > 1:
-            pairs = [haversine_km(*a, *b) for i, a in enumerate(places) for b in places[:i]]
-            spread.append(statistics.median(pairs))
+            spread.append(spread_km(places))
             error.append(_d_km(consensus(samples)))
     n, left_out = len(spread), len(photos) - len(spread)
     if n < MIN_PAIRS or min(len({*spread}), len({*error})) < 2:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from PIL import Image
 
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import chat_messages, models, open_backend, probe_adapter
+from geoguessr_rl.backends import chat_messages, models, open_backend, open_photo, probe_adapter
 from geoguessr_rl.backends.transformers import GumbelNoise, TransformersBackend
 from geoguessr_rl.config import Generation, Lora, Model
 from geoguessr_rl.records import Completion, Photo, Sampling
@@ -71,7 +73,7 @@ def test_greedy_ignores_the_models_own_sampling_defaults(tiny: Path, photos: lis
 
 def test_a_greedy_token_is_the_most_likely_one(tiny: Path, photos: list[Photo]) -> None:
     backend = open_tiny(tiny)
-    inputs = backend._inputs(photos[:1])
+    inputs = backend._inputs([open_photo(photos[0])])
     with torch.inference_mode():
         best = backend._model(**inputs).logits[0, -1].argmax()
     text = backend.generate(photos[:1], Sampling(max_tokens=1))[0][0].text
@@ -110,6 +112,45 @@ def test_the_photo_stands_before_the_text_as_in_training(tiny: Path, photos: lis
     processor = models.load_processor(str(tiny))
     render = processor.apply_chat_template
     assert render(theirs, tokenize=False) == render(chat_messages("think"), tokenize=False)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(n=3, temperature=1.0, max_tokens=10)])
+def test_a_stream_grows_token_by_token_into_what_generate_returns(
+    sampling: Sampling, tiny: Path, photos: list[Photo]
+) -> None:
+    backend = open_tiny(tiny, batch_size=3)
+    seen = list(backend.stream(open_photo(photos[0]), photos[0].id, sampling))
+    assert seen[-1] == backend.generate(photos[:1], sampling)[0]
+    assert [group[0].tokens for group in seen] == list(range(1, 11))
+
+
+def test_a_stream_that_is_left_ends_its_generation(tiny: Path, photos: list[Photo]) -> None:
+    backend, threads = open_tiny(tiny), threading.active_count()
+    stream = backend.stream(open_photo(photos[0]), "", Sampling(max_tokens=2000))
+    next(stream)
+    started = time.monotonic()
+    stream.close()
+    assert time.monotonic() - started < 2 and threading.active_count() == threads
+
+
+def test_an_error_of_a_stream_is_raised_where_it_is_read(tiny: Path, photos: list[Photo]) -> None:
+    backend = open_tiny(tiny)
+    other = open_photo(photos[0]).resize((50, 50))  # a size that the processor changes
+    with pytest.raises(Exception, match="image"):
+        next(backend.stream(other, "", GREEDY))
+    assert list(backend.stream(open_photo(photos[0]), "", GREEDY))
+
+
+def test_a_stream_answers_with_and_without_the_adapter(
+    tiny: Path, photos: list[Photo], adapters: dict[str, Path]
+) -> None:
+    backend = open_tiny(tiny, lora=adapters["trained"])
+    image = open_photo(photos[0])
+    with_it, without = (
+        list(backend.stream(image, "", GREEDY, adapter=adapter))[-1] for adapter in (True, False)
+    )
+    assert with_it == backend.generate(photos[:1], GREEDY)[0] != without
+    assert without == open_tiny(tiny).generate(photos[:1], GREEDY)[0]
 
 
 @pytest.fixture(scope="module")

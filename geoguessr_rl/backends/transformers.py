@@ -5,13 +5,17 @@ which is sampling from the softmax exactly (Gumbel-max), so that one photo's dra
 nothing but its own seed. `generate()` alone would draw from one stream for the whole batch.
 """
 
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
 from geoguessr_rl.artifacts import seed_for
 from geoguessr_rl.backends import chat_messages, models, open_photo
@@ -41,6 +45,23 @@ class GumbelNoise(LogitsProcessor):
         uniform = torch.stack([torch.rand(width, generator=g) for g in self._generators])
         tiny = torch.finfo(torch.float32).tiny
         return logprobs - (-uniform.clamp_min(tiny).log()).log().to(logprobs.device)
+
+
+class _Tokens(BaseStreamer):
+    """Puts each step's tokens, one a row of the batch, into a queue."""
+
+    def __init__(self, tokens: "queue.SimpleQueue[Any]") -> None:
+        """Takes the queue."""
+        self._tokens, self._prompt_seen = tokens, False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Passes tokens on; the first to come are the prompt's."""
+        if self._prompt_seen:
+            self._tokens.put(value)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Does nothing: who calls `generate` knows that it ended."""
 
 
 class TransformersBackend:
@@ -74,12 +95,11 @@ class TransformersBackend:
             models.replace_adapter(self._model, lora)
         self._model.eval()
 
-    def _inputs(self, photos: Sequence[Photo]) -> Any:
+    def _inputs(self, images: Sequence[Image]) -> Any:
         """Returns the model's inputs for a batch, padded on the left."""
-        images = [open_photo(photo) for photo in photos]
         inputs = self._processor(
-            text=[self._prompt] * len(photos),
-            images=images,
+            text=[self._prompt] * len(images),
+            images=list(images),
             return_tensors="pt",
             padding=True,
             padding_side="left",
@@ -92,6 +112,73 @@ class TransformersBackend:
 
     def generate(self, photos: Sequence[Photo], sampling: Sampling) -> list[list[Completion]]:
         """Returns `sampling.n` completions a photo."""
+        rows = [(photo, k) for photo in photos for k in range(sampling.n)]
+        completions: list[Completion] = []
+        with torch.inference_mode(), self._answering():
+            for start in range(0, len(rows), self._batch_size):
+                batch = rows[start : start + self._batch_size]
+                images = [open_photo(photo) for photo, _ in batch]
+                keys = [f"{photo.id}:{k}" for photo, k in batch]
+                request = self._request(images, keys, sampling)
+                ids = self._model.generate(**request)
+                width = request["input_ids"].shape[1]
+                completions += [self._completion(row) for row in ids[:, width:].tolist()]
+        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
+
+    def stream(
+        self, image: Image, key: str, sampling: Sampling, *, adapter: bool = True
+    ) -> Iterator[list[Completion]]:
+        """Yields what `sampling.n` completions of one photo hold so far, a token at a time.
+
+        Closing the iterator ends the generation at its next token. One stream at a time may run.
+
+        Args:
+            image: An upright RGB photo at the policy's size.
+            key: What the photo's own seeds are derived from, as its id.
+            sampling: How to draw.
+            adapter: Whether a loaded adapter takes part.
+        """
+        tokens: queue.SimpleQueue[torch.Tensor | BaseException | None] = queue.SimpleQueue()
+        left = threading.Event()
+        keys = [f"{key}:{k}" for k in range(sampling.n)]
+
+        def generate() -> None:
+            try:
+                with torch.inference_mode(), self._answering(adapter):
+                    self._model.generate(
+                        **self._request([image] * sampling.n, keys, sampling),
+                        streamer=_Tokens(tokens),
+                        stopping_criteria=[
+                            lambda ids, *_, **__: ids.new_full(ids.shape[:1], left.is_set()).bool()
+                        ],
+                    )
+            except BaseException as error:  # raised where the stream is read
+                tokens.put(error)
+            else:
+                tokens.put(None)
+
+        worker = threading.Thread(target=generate)
+        worker.start()
+        try:
+            rows: list[list[int]] = [[] for _ in keys]
+            while (step := tokens.get()) is not None:
+                if isinstance(step, BaseException):
+                    raise step
+                for row, token in zip(rows, step.tolist(), strict=True):
+                    row.append(token)
+                yield [self._completion(row) for row in rows]
+        finally:
+            left.set()
+            worker.join()
+
+    def _request(
+        self, images: Sequence[Image], keys: Sequence[str], sampling: Sampling
+    ) -> dict[str, Any]:
+        """Returns the arguments of `generate` for a batch, each row with a seed of its own."""
+        noise = LogitsProcessorList()
+        if sampling.temperature > 0:
+            seeds = [seed_for(sampling.seed, key) for key in keys]
+            noise.append(GumbelNoise(seeds, sampling.temperature, sampling.top_p))
         # The config is explicit: the model's own one samples (temperature 0.7, top-k 20).
         config = GenerationConfig(
             do_sample=False,
@@ -101,22 +188,7 @@ class TransformersBackend:
             eos_token_id=self._end_ids,
             pad_token_id=self._processor.tokenizer.pad_token_id,
         )
-        rows = [(photo, k) for photo in photos for k in range(sampling.n)]
-        completions: list[Completion] = []
-        with torch.inference_mode(), self._answering():
-            for start in range(0, len(rows), self._batch_size):
-                batch = rows[start : start + self._batch_size]
-                inputs = self._inputs([photo for photo, _ in batch])
-                noise = LogitsProcessorList()
-                if sampling.temperature > 0:
-                    seeds = [seed_for(sampling.seed, f"{photo.id}:{k}") for photo, k in batch]
-                    noise.append(GumbelNoise(seeds, sampling.temperature, sampling.top_p))
-                ids = self._model.generate(
-                    **inputs, generation_config=config, logits_processor=noise
-                )
-                width = inputs["input_ids"].shape[1]
-                completions += [self._completion(row) for row in ids[:, width:].tolist()]
-        return [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
+        return {**self._inputs(images), "generation_config": config, "logits_processor": noise}
 
     def _completion(self, ids: list[int]) -> Completion:
         """Decodes one row, up to and without its end token."""
@@ -142,7 +214,7 @@ class TransformersBackend:
     ) -> Iterator[list[float]]:
         with torch.inference_mode(), self._answering(adapter):
             for photo, text in zip(photos, texts, strict=True):
-                inputs = self._inputs([photo])
+                inputs = self._inputs([open_photo(photo)])
                 answer = torch.tensor(
                     self._processor.tokenizer(text, add_special_tokens=False)["input_ids"],
                     device=self._device,
