@@ -9,6 +9,7 @@ from typing import Any
 
 from geoguessr_rl.countries import CODES, name_of
 from geoguessr_rl.eval_metrics import look_up
+from geoguessr_rl.prompt import THINK_CLOSE, THINK_OPEN
 
 # The table: group, unit, whether lower is better, and each metric with its label.
 TABLE: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
@@ -64,6 +65,23 @@ def country_name(code: str | None) -> str:
 def printable(text: str) -> str:
     """Replaces what UTF-8 and HTML cannot hold: lone surrogates and control characters."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "�", text)
+
+
+def clues(completion: str, longest: int | None = None) -> str:
+    """Returns what stands between the think tags, on one line and cut at `longest` characters."""
+    thinking, close, _ = printable(completion).partition(THINK_CLOSE)
+    text = " ".join(thinking.rpartition(THINK_OPEN)[2].split()) if close else ""
+    if longest is None or len(text) <= longest:
+        return text
+    return text[:longest].rsplit(" ", 1)[0] + " …"
+
+
+def place(latitude: float | None, longitude: float | None) -> str:
+    """Writes coordinates as people do: 48.857° N, 2.352° E."""
+    if latitude is None or longitude is None:
+        return "no place"
+    ns, ew = "S" if latitude < 0 else "N", "W" if longitude < 0 else "E"
+    return f"{abs(latitude):.3f}°\u00a0{ns}, {abs(longitude):.3f}°\u00a0{ew}"
 
 
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:

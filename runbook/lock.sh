@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 uv="$(find_uv)"
 cd "$ROOT"
 compile() {
-  "$uv" pip compile pyproject.toml --extra train --extra api --extra demo --extra screen --extra dev \
+  "$uv" pip compile pyproject.toml --extra train --extra api --extra demo --extra screen --extra ray --extra dev \
     --python-version 3.11 --generate-hashes --no-header --quiet "$@"
 }
 compile --extra cpu --universal --output-file runbook/requirements-cpu.lock "$@"

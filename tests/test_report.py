@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from browser import require_browser
 from conftest import make_checkpoint
 from PIL import Image
 from scipy.stats import rankdata, spearmanr
@@ -43,9 +43,6 @@ FRANCE = [RIGHT[0]] * len(PLACES)
 POLICY = {"long_edge": 64, "multiple": 32}
 TEMPERED = {"generation": {"temperature": 1.0}}
 ROOT = Path(report.__file__).parents[2]
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 Evaluate = Callable[..., Path]
 
 
@@ -993,7 +990,7 @@ def test_a_card_quotes_the_clues_and_cuts_them_at_a_word() -> None:
         report.clues("red soil</think><answer>{}</answer>") == "red soil"
     )  # the template opened it
     assert report.clues("<answer>{}</answer>") == ""
-    long = report.clues("<think>" + "poles " * 100 + "</think>")
+    long = report.clues("<think>" + "poles " * 100 + "</think>", report.CLUES)
     assert long.endswith("poles …") and len(long) <= report.CLUES + 2
 
 
@@ -1189,7 +1186,7 @@ def in_browser(page: str, folder: Path) -> tuple[list[dict[str, Any]], list[str]
     outer = folder / "outer.html"
     outer.write_text(f"<!doctype html>{frames}<pre></pre><script>{MEASURE}</script>")
     command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        require_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}",
         "--window-size=1400,1000", "--virtual-time-budget=20000", "--dump-dom", outer.as_uri(),
     ]  # fmt: skip
@@ -1217,7 +1214,6 @@ def full_report(evaluated: Evaluate, folder: Path) -> str:
     return html
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH")
 def test_a_browser_draws_the_page_whole_at_every_width(evaluated: Evaluate, tmp_path: Path) -> None:
     measured, messages = in_browser(full_report(evaluated, tmp_path), tmp_path)
     assert not messages
@@ -1228,7 +1224,6 @@ def test_a_browser_draws_the_page_whole_at_every_width(evaluated: Evaluate, tmp_
     assert measured[2]["height"] > measured[0]["height"] > 5000
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH")
 def test_the_browser_test_sees_what_it_looks_for(tmp_path: Path) -> None:
     page = """<!doctype html>
     <meta http-equiv="Content-Security-Policy"

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import require_browser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +32,6 @@ from geoguessr_rl.reward import (
 from geoguessr_rl.reward_figures import Answers, Curve, Figures
 
 TRUTH = (0.0, 20.0, "CD")
-CHROMIUM = shutil.which("chromium")
 
 
 def answer(km: float, *, right: bool = True) -> str:
@@ -354,7 +353,6 @@ def test_the_page_computes_no_reward() -> None:
     assert "Math." not in template
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_moving_the_slider_shows_each_shapes_reward(folder: Path) -> None:
     lab(folder)
     moved = (
@@ -362,7 +360,8 @@ def test_moving_the_slider_shows_each_shapes_reward(folder: Path) -> None:
     )
     at = folder.parent / "moved.html"
     at.write_text(page_of(folder).replace("</body>", moved), encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", at.as_uri()]
+    chromium = require_browser()
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", at.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert 'aria-valuetext="1,000 km"' in dom
     shown = [float(value) for value in re.findall(r"<b>(\d\.\d{3})</b></li>", dom)]

@@ -38,12 +38,11 @@ from geoguessr_rl.eval_metrics import (
     weighted_geoscore,
 )
 from geoguessr_rl.outlines import land_path
-from geoguessr_rl.prompt import THINK_CLOSE, THINK_OPEN
 from geoguessr_rl.records import Photo, Prediction
 from geoguessr_rl.report_figures import MAPPED, confusion, guess_map, log_scatter
 from geoguessr_rl.reward import GEOSCORE_MAX
 from geoguessr_rl.runs import Run, load_runs
-from geoguessr_rl.tables import TABLE, country_name, number, printable
+from geoguessr_rl.tables import TABLE, clues, country_name, number, place, printable
 
 LISTED = 10  # rows of the lists of countries
 CLUES = 280  # characters of a card's clues; the whole answer stands below them
@@ -330,7 +329,7 @@ def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
                     "km": number(row.d_km, "km"),
                     "score": number(row.geoscore, "score"),
                     "outcome": row.outcome,
-                    "clues": clues(row.completion),
+                    "clues": clues(row.completion, CLUES),
                     "completion": printable(row.completion),
                 }
                 for side, photo_rows in answers.items()
@@ -340,21 +339,6 @@ def gallery(base: Run, tuned: Run, split: data.Split, k: int) -> dict[str, Any]:
 
     gains, losses = largest_changes(base.rows, tuned.rows, k)
     return {"gain": [card(*change) for change in gains], "loss": [card(*c) for c in losses]}
-
-
-def clues(completion: str) -> str:
-    """Returns what stands between the think tags, on one line and cut at `CLUES` characters."""
-    thinking, close, _ = printable(completion).partition(THINK_CLOSE)
-    text = " ".join(thinking.rpartition(THINK_OPEN)[2].split()) if close else ""
-    return text if len(text) <= CLUES else text[:CLUES].rsplit(" ", 1)[0] + " …"
-
-
-def place(latitude: float | None, longitude: float | None) -> str:
-    """Writes coordinates as people do: 48.857° N, 2.352° E."""
-    if latitude is None or longitude is None:
-        return "no place"
-    ns, ew = "S" if latitude < 0 else "N", "W" if longitude < 0 else "E"
-    return f"{abs(latitude):.3f}°\u00a0{ns}, {abs(longitude):.3f}°\u00a0{ew}"
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
