@@ -3,6 +3,7 @@
 `scripts/benchmark.py` lets both take turns, a step at a time, each in a process of its own.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,8 +46,13 @@ class Turns(TrainerCallback):
 
 
 def train_in_turns(trainer: Any, pipe: Any) -> None:
-    """Trains on one thread, so that of two processes the waiting one leaves the cores alone."""
+    """Trains on one thread of one core, the same one for whoever takes turns.
+
+    The waiting process leaves the core alone, and a neighbour that slows one core slows both.
+    """
     torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     trainer.add_callback(Turns(pipe))
     trainer.train()
     pipe.send("done")
