@@ -342,9 +342,11 @@ class GrpoConfig(Section):
 
 
 class ExportConfig(Section):
-    """`configs/export.yaml`: merge an adapter into its base.
+    """`configs/export.yaml`: merge an adapter into its base, and push either or both to the Hub.
 
-    `photos` of the split are answered by both, to see that they are one model.
+    `photos` of the split are answered by both, to see that they are one model. `base_repo_id` says
+    where a base that lies in a folder is on the Hub. `base_run` and `tuned_run` are evaluations
+    without and with the adapter, whose figures the model card shows.
     """
 
     model: Model = Model()
@@ -355,6 +357,37 @@ class ExportConfig(Section):
     photos: PositiveInt = 16
     output_dir: Path = Path("outputs/merged")
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    push: Literal["adapter", "merged", "both"] | None = None
+    repo_id: str | None = None
+    base_repo_id: str | None = None
+    private: bool = True
+    base_run: Path | None = None
+    tuned_run: Path | None = None
+
+
+class DemoConfig(Section):
+    """`configs/demo.yaml`: the page on which people use a model.
+
+    Without `model` it is the base of `lora`, and without either what the quickstart trained last,
+    with its data and its report.
+    """
+
+    model: Model | None = None
+    lora: Path | None = None
+    prompt: Prompt = Prompt()
+    data_dir: Path = Path("data")
+    split: FolderName = "eval_osv"
+    report: Path = Path("outputs/report.html")
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    max_tokens: PositiveInt = MAX_COMPLETION_TOKENS
+    max_samples: Annotated[int, Field(ge=1, le=32)] = 8
+    allow_base_mismatch: bool = False
+    waiting: PositiveInt = 20
+    tiles: str | None = None
+    tiles_credit: str = "© OpenStreetMap contributors"
+    listen: bool = False
+    share: bool = False
+    port: Annotated[int, Field(ge=1, le=65535)] = 7860
 
 
 def _one_line(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 The policy is applied once, when photos are prepared; after that every processor (trainer, vLLM,
 transformers) finds a size that it leaves alone, so that training, rollout and evaluation see the
-same pixels. Reading GPS from EXIF is the demo's business, not this module's.
+same pixels. Where a photo was taken is not read here: see exif.py.
 """
 
 import io
@@ -48,7 +48,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "HEIF", "AVIF", "GIF")
 MPO is JPEG's work."""
 
 # What decoders raise on damaged files; where these are caught, nothing is our own code.
-_DECODER_ERRORS = (
+DECODER_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, ArithmeticError, TypeError, RuntimeError,
     LookupError, struct.error, zlib.error,
 )  # fmt: skip
@@ -86,7 +86,7 @@ def _decoding() -> Iterator[None]:
         raise BadImageError("too large") from None
     except UnidentifiedImageError:
         raise BadImageError("not an image") from None
-    except _DECODER_ERRORS as error:
+    except DECODER_ERRORS as error:
         raise BadImageError(f"damaged: {' '.join(str(error).split())[:100]}") from None
 
 
@@ -113,7 +113,7 @@ def _open(source: bytes | Path) -> Image.Image:
 def _upright_rgb(image: Image.Image) -> Image.Image:
     """Turns a decoded picture upright and into RGB, on white where it is transparent."""
     # An EXIF block that cannot be read holds no orientation.
-    with suppress(*_DECODER_ERRORS):
+    with suppress(*DECODER_ERRORS):
         ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey, which convert() would clip to white
         eight_bits = ((np.arange(65536) * 255 + 32767) // 65535).astype(np.uint8)
@@ -221,7 +221,12 @@ class Prepared:
     phash: int
 
 
-def prepare(data: bytes, policy: ImagePolicy, view: View = "strip") -> Prepared:
+def prepare(
+    data: bytes,
+    policy: ImagePolicy,
+    view: View = "strip",
+    max_pixels: int = MAX_PREPARED_PIXELS,
+) -> Prepared:
     """Applies the policy to one photo's bytes, and finds out whether they can be decoded.
 
     Bytes that satisfy the policy already are kept as they are.
@@ -230,11 +235,12 @@ def prepare(data: bytes, policy: ImagePolicy, view: View = "strip") -> Prepared:
         data: A photo in one of `FORMATS`.
         policy: The image policy.
         view: What to take of a panorama.
+        max_pixels: Larger pictures are refused.
 
     Raises:
         BadImageError: See `open_upright` and `fitted_size`.
     """
-    image = _open_header(data, MAX_PREPARED_PIXELS)
+    image = _open_header(data, max_pixels)
     keeps = view == "strip" and _is_bare_jpeg(image, data)
     if keeps and fitted_size(*image.size, policy) == image.size:
         return Prepared(data, image.size, perceptual_hash(data))

@@ -59,26 +59,32 @@ def check_trained_alike(
         base: The base model, whose weights must be those that the adapter was trained on where both
             are in folders; None leaves that to the caller.
     """
+    trained = training_record(lora)
+    if trained is None:
+        return
+    for name, here in (("prompt_style", style), ("image", dict(image_policy))):
+        if (there := trained[name]) != here:
+            raise UserError(
+                f"{lora} was trained with {name} {there!r}, and this run has {here!r}; "
+                "use the same for both"
+            )
+    files, then = base and artifacts.folder_fingerprint(base), trained.get("model_files")
+    if files and then and files != then:
+        raise UserError(
+            f"{lora} was trained on other weights than those in {base} now; name the base of "
+            "that time, or pass --allow_base_mismatch"
+        )
+
+
+def training_record(lora: Path) -> dict[str, Any] | None:
+    """Returns what `train` wrote about the run of an adapter's folder, or None beside none."""
     for folder in (lora, lora.parent):
         record = folder / artifacts.IDENTITY
-        if not record.is_file():
-            continue
-        trained = artifacts.read_json(record, remedy="train the adapter again")
-        if "lora" not in trained:
-            continue
-        for name, here in (("prompt_style", style), ("image", dict(image_policy))):
-            if (there := trained[name]) != here:
-                raise UserError(
-                    f"{lora} was trained with {name} {there!r}, and this run has {here!r}; "
-                    "use the same for both"
-                )
-        files, then = base and artifacts.folder_fingerprint(base), trained.get("model_files")
-        if files and then and files != then:
-            raise UserError(
-                f"{lora} was trained on other weights than those in {base} now; name the base of "
-                "that time, or pass --allow_base_mismatch"
-            )
-        return
+        if record.is_file():
+            trained = artifacts.read_json(record, remedy="train the adapter again")
+            if "lora" in trained:
+                return dict(trained)
+    return None
 
 
 def identity(
