@@ -57,6 +57,7 @@ def browser_fixture() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-background-networking", "--no-first-run"]
+        arguments += ["--use-fake-device-for-media-stream"]  # a camera that shows a test picture
         chrome = playwright.chromium.launch(executable_path=path, args=arguments)
         yield chrome
         chrome.close()

@@ -1,5 +1,6 @@
 """The page of the demo in a real browser, and what its server refuses."""
 
+import base64
 import json
 import os
 import re
@@ -173,6 +174,47 @@ def test_a_photo_is_answered_by_both_models_with_clues_place_and_pin(
     assert not server.files()
 
 
+# Gives the page a file as a drop or as a paste would.
+GIVE = """([kind, bytes]) => {
+  const data = new DataTransfer();
+  const content = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
+  data.items.add(new File([content], "a.jpg", { type: "image/jpeg" }));
+  const options = { bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data };
+  const event = kind === "drop" ? new DragEvent(kind, options) : new ClipboardEvent(kind, options);
+  document.querySelector("#photo .photo-drop").dispatchEvent(event);
+}"""
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_a_photo_can_be_dropped_and_pasted(kind: str, tab: Tab, server: Server) -> None:
+    photo = base64.b64encode(a_photo(server).read_bytes()).decode()
+    tab.page.evaluate(GIVE, [kind, photo])
+    answered(tab)
+    assert status(tab) == "a.jpg"
+
+
+def test_a_paste_on_another_tab_is_left_alone(tab: Tab, server: Server) -> None:
+    photo = base64.b64encode(a_photo(server).read_bytes()).decode()
+    tab.page.get_by_role("tab", name="Play").click()
+    tab.page.wait_for_selector("#start")
+    tab.page.evaluate(GIVE, ["paste", photo])
+    tab.page.wait_for_timeout(500)
+    assert not [url for url in tab.requests if "/upload" in url]
+
+
+def test_a_photo_can_be_taken_with_the_camera(tab: Tab, server: Server) -> None:
+    tab.page.click(".use-camera")  # nobody has allowed it
+    tab.page.wait_for_selector("text=The camera cannot be used")
+    tab.page.context.grant_permissions(["camera"])
+    tab.page.click(".use-camera")
+    tab.page.wait_for_selector(".shoot")
+    tab.page.wait_for_function("document.querySelector('#photo video').videoWidth > 0")
+    tab.page.click(".shoot")
+    answered(tab)
+    assert status(tab) == "camera.jpg"
+    assert not tab.page.is_visible(".shoot")
+
+
 def test_the_copy_button_copies_the_coordinates(tab: Tab, server: Server) -> None:
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     send(tab, a_photo(server))
@@ -203,12 +245,11 @@ def test_gps_is_revealed_when_asked_for_and_not_before(
     exif[0x8825] = {1: "S", 2: (33.0, 27.0, 12.5), 3: "W", 4: (70.0, 39.0, 43.25)}
     with Image.open(a_photo(server)) as image:
         image.save(photo, exif=exif)
-    seen: list[str] = []
-    tab.page.on("response", lambda response: seen.append(body(response)))
+    listen(tab)
     send(tab, photo)
     answered(tab)
     tab.page.wait_for_selector("#compare")
-    held = "".join(seen) + tab.page.content()
+    held = told(tab)
     assert "33.45" not in held and "70.66" not in held
     tab.page.click("#compare")
     tab.page.wait_for_selector("text=Against the photo's own GPS")
@@ -216,12 +257,41 @@ def test_gps_is_revealed_when_asked_for_and_not_before(
     assert re.search(r"\d km", tab.page.inner_text(".scores"))
 
 
-def body(response: Any) -> str:
-    """What a response held; nothing for one without a body."""
-    try:
-        return str(response.text())
-    except Exception:  # a redirect, or a stream that the page left
-        return ""
+# Keeps a copy of everything that the server streams; what stays open has no body to ask for.
+LISTEN = """
+window.told = "";
+const ask = window.fetch;
+window.fetch = async (...args) => {
+  const answer = await ask(...args);
+  if (!answer.body) return answer;
+  const [mine, theirs] = answer.body.tee();
+  (async () => {
+    const reader = mine.getReader(), decoder = new TextDecoder();
+    for (let part = await reader.read(); !part.done; part = await reader.read())
+      window.told += decoder.decode(part.value, { stream: true });
+  })().catch(() => {}); // the page ends a stream when it has heard enough
+  return new Response(theirs, { status: answer.status, headers: answer.headers });
+};
+window.EventSource = class extends window.EventSource {
+  constructor(...args) {
+    super(...args);
+    this.addEventListener("message", (event) => { window.told += event.data; });
+  }
+};
+"""
+
+
+def listen(tab: Tab) -> None:
+    tab.page.add_init_script(LISTEN)
+    tab.page.reload()
+    tab.page.wait_for_selector("#photo")
+
+
+def told(tab: Tab) -> str:
+    """All that the page was told and holds, but for pictures."""
+    stream = tab.page.evaluate("window.told")
+    assert "process_completed" in stream  # it hears what Gradio streams
+    return re.sub(r"data:image/jpeg;base64,[\w+/=]+", "", stream + tab.page.content())
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the awkward files are not part of the project")
@@ -256,16 +326,15 @@ def test_a_game_of_five_rounds_never_holds_a_truth_before_it_is_played(
 ) -> None:
     photos = data.load_split(server.data_dir, "eval_osv").photos
     by_bytes = {demo_views.data_uri(photo.path.read_bytes()): photo for photo in photos}
-    seen: list[str] = []
-    tab.page.on("response", lambda response: seen.append(body(response)))
+    listen(tab)
     tab.page.get_by_role("tab", name="Play").click()
     tab.page.click("#start")
     total = 0
     for number in range(1, 6):
         tab.page.wait_for_selector(f"text=Photo {number} of 5")
         photo = by_bytes[tab.page.get_attribute(".game-photo img", "src")]
-        pages = re.sub(r"data:image/jpeg;base64,[\w+/=]+", "", "".join(seen) + tab.page.content())
-        assert not [text for text in truth_of(photo) if text in pages]
+        held = told(tab)
+        assert not [text for text in truth_of(photo) if text in held]
         box = tab.page.locator("#play-map svg").first.bounding_box()
         tab.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.6)
         tab.page.click("#submit")
@@ -274,7 +343,6 @@ def test_a_game_of_five_rounds_never_holds_a_truth_before_it_is_played(
         assert [row.split("\t")[0] for row in rows] == ["You", "Base model", "Trained model"]
         total += int(rows[0].split("\t")[2].replace(",", ""))
         assert abs(int(rows[0].split("\t")[3].replace(",", "")) - total) <= number
-        seen.clear()
         if number < 5:
             tab.page.click("#next")
     line = tab.page.inner_text(".result span")
