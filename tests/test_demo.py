@@ -554,9 +554,11 @@ def test_the_default_is_what_the_quickstart_trained_last(
     ],
 )
 def test_a_mistake_is_one_sentence(
-    flags: list[str], said: str, models: list[object], script: Callable[..., Any]
+    flags: list[str], said: str, models: list[object], server: Server, script: Callable[..., Any]
 ) -> None:
-    ended = script("demo_gradio.py", *(flags if "--model" in flags else [*models, *flags]))
+    taken = ["--port", server.url.rpartition(":")[2]]  # what is let through ends there
+    flags = flags if "--model" in flags else [*map(str, models), *flags]
+    ended = script("demo_gradio.py", *taken, *flags)
     assert ended.code == 2 and said in ended.err
     assert ended.err.startswith("error: ") and "Traceback" not in ended.err
 
@@ -568,14 +570,16 @@ def test_a_taken_port_is_one_sentence(models: list[object], server: Server, tmp_
 
 
 def test_pictures_that_may_not_be_shown_are_not_played(
-    models: list[object], world: Path, tmp_path: Path, script: Callable[..., Any]
+    models: list[object], server: Server, tmp_path: Path, script: Callable[..., Any]
 ) -> None:
     for name in ("eval_osv.parquet", "eval_osv.manifest.json"):
-        (tmp_path / name.replace("osv", "pano")).write_bytes((world / "data" / name).read_bytes())
+        (tmp_path / name.replace("osv", "pano")).write_bytes((server.data_dir / name).read_bytes())
     path = tmp_path / "eval_pano.manifest.json"
     manifest = json.loads(path.read_text()) | {"split": "eval_pano", "publishable": False}
     path.write_text(json.dumps(manifest))
-    ended = script("demo_gradio.py", *models[:4], "--data_dir", tmp_path, "--split", "eval_pano")
+    taken = ["--port", server.url.rpartition(":")[2]]
+    pano = ["--data_dir", tmp_path, "--split", "eval_pano"]
+    ended = script("demo_gradio.py", *taken, *models[:4], *pano)
     assert ended.code == 2 and "shown to nobody" in ended.err
 
 

@@ -71,7 +71,7 @@ def write(config: DemoConfig, out: Path) -> Path:
     """Writes a Space, and changes its copy of the code so that no other can pass for it."""
     assert space.write(out, config, RECORD) == 24
     page = out / "geoguessr_rl/phases/demo.py"
-    page.write_text(page.read_text().replace("means nothing", "is changed in the Space"))
+    page.write_text(page.read_text().replace("# Where was", "# changed in the Space: where was"))
     return out
 
 

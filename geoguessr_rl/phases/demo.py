@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from geoguessr_rl import demo_views, game, world_map
+from geoguessr_rl import demo_views, embedded, game, world_map
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.desk import Desk, open_desk, with_defaults
 from geoguessr_rl.config import DemoConfig
@@ -28,10 +28,6 @@ SESSION_SECONDS = 3600  # that a visitor's photo and game outlive their page
 SESSIONS = 100
 
 TITLE = "# Where was this photo taken?"
-TINY_NOTE = (
-    "This is the embedded world's model: it was trained on drawings of twelve countries, and what "
-    "it says about real photos means nothing."
-)
 
 
 def run(config: DemoConfig, auth: str | None = None) -> None:
@@ -106,7 +102,7 @@ def build(desk: Desk) -> Any:
     import gradio as gr
 
     with gr.Blocks(title="geoguessr-rl", analytics_enabled=False) as page:
-        gr.Markdown(f"{TITLE}\n\n{TINY_NOTE}" if desk.tiny else TITLE)
+        gr.Markdown(f"{TITLE}\n\n{embedded.NOTE}" if desk.tiny else TITLE)
         with gr.Tabs():
             with gr.Tab("Guess"):
                 _guess_tab(gr, desk)
