@@ -346,7 +346,8 @@ class ExportConfig(Section):
 
     `photos` of the split are answered by both, to see that they are one model. `base_repo_id` says
     where a base that lies in a folder is on the Hub. `base_run` and `tuned_run` are evaluations
-    without and with the adapter, whose figures the model card shows.
+    without and with the adapter, whose figures the model card shows. With `space`, the demo of base
+    and adapter is written there instead, with `report`.
     """
 
     model: Model = Model()
@@ -363,6 +364,8 @@ class ExportConfig(Section):
     private: bool = True
     base_run: Path | None = None
     tuned_run: Path | None = None
+    space: Path | None = None
+    report: Path = Path("outputs/report.html")
 
 
 class DemoConfig(Section):

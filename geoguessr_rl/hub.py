@@ -422,8 +422,8 @@ def _persist(
                 raise UserError(refusal) from None
             fruitless = 1 if held() > most else fruitless + 1
             most = max(most, held())
-            reason = _reason(error)
-            asked = _retry_after(error)
+            reason = reason_of(error)
+            asked = retry_after(error)
             wait = BACKOFF_SECONDS * 2 ** (fruitless - 1) if asked is None else asked
             if fruitless == TRIES or wait > LONGEST_WAIT_SECONDS:
                 raise UserError(_given_up(error, repo, what)) from None
@@ -431,7 +431,7 @@ def _persist(
         time.sleep(wait)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Returns in a few words what went wrong with a request."""
     response = getattr(error, "response", None)
     if response is not None:
@@ -483,16 +483,16 @@ def _given_up(error: Exception, repo: str, what: str) -> str:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
         return (
             f"the Hub ({constants.ENDPOINT}) cannot be reached for {what} of {repo} "
-            f"({_reason(error)}); check the network and run the same command again, which "
+            f"({reason_of(error)}); check the network and run the same command again, which "
             "continues where it stopped, or set HF_HUB_OFFLINE=1 to use only what is in the cache"
         )
     return (
-        f"{what} of {repo} did not arrive ({_reason(error)}); run the same command again later: it "
-        "continues where it stopped"
+        f"{what} of {repo} did not arrive ({reason_of(error)}); run the same command again later: "
+        "it continues where it stopped"
     )
 
 
-def _retry_after(error: Exception) -> float | None:
+def retry_after(error: Exception) -> float | None:
     """Returns how many seconds the server asks to wait, or None."""
     from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 

@@ -4,7 +4,6 @@ It holds the page's code, the adapter, the base where that is a folder, and held
 games with their credits. Pictures that may not leave the machine are never part of it.
 """
 
-import html
 import shutil
 from importlib.metadata import requires, version
 from pathlib import Path
@@ -15,6 +14,7 @@ import polars as pl
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError, plain, write_json, write_text
 from geoguessr_rl.config import DemoConfig, Model
+from geoguessr_rl.tables import inert
 
 PHOTOS = 50  # ten games without a photo twice
 ADAPTER, BASE, REPORT = "adapter", "base", "report.html"
@@ -145,7 +145,7 @@ def requirements() -> list[str]:
 def readme(base: str, creators: list[str]) -> str:
     """Returns the Space's card, whose head Hugging Face reads."""
     named = f"models:\n  - {base}\n" if base.count("/") == 1 and not Path(base).is_dir() else ""
-    people = html.escape(", ".join(creators)) or "not recorded"
+    people = inert(", ".join(creators)) or "not recorded"
     return f"""---
 title: Where was this photo taken?
 emoji: 🌍

@@ -84,6 +84,11 @@ def place(latitude: float | None, longitude: float | None) -> str:
     return f"{abs(latitude):.3f}°\u00a0{ns}, {abs(longitude):.3f}°\u00a0{ew}"
 
 
+def inert(text: str) -> str:
+    """Escapes every character that Markdown or HTML could read as markup, in one line of text."""
+    return re.sub(r"([\\`*_\[\]<>|&~])", r"\\\1", " ".join(text.split()))
+
+
 def columns(rows: Iterable[Sequence[str]]) -> list[str]:
     """Lays out rows of text in columns: the first flush left, the others flush right."""
     rows = [list(row) for row in rows]

@@ -1,39 +1,27 @@
 """A merged folder loads alone, answers as base + adapter did, and is refused where it does not."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from small_runs import lucky_functions, small_run
-from warm_base import warm_up
+from exports import ROOT, warm_adapter
+from hub_upload_server import INITIAL, TOKEN, UploadServer
+from safetensors.torch import load_file
 
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import models, stack
 from geoguessr_rl.config import CONFIGS, ExportConfig, load
-from geoguessr_rl.phases import export, train
+from geoguessr_rl.phases import export
 
 
 @pytest.fixture(scope="module")
 def adapter(world: Path) -> Path:
-    """An adapter on the warmed-up tiny base, whose B matrices are large enough to be heard."""
-    base = warm_up(world)
-    patch = pytest.MonkeyPatch()
-    patch.setattr(train, "reward_functions", lucky_functions)
-    flags = {"model.name": str(base), "prompt.style": "direct"}
-    train.run(small_run(world, "to-export", 2, **flags))
-    patch.undo()
-    path = world / "to-export/checkpoint-2"
-    weights = load_file(path / "adapter_model.safetensors")
-    torch.manual_seed(0)
-    for name, value in weights.items():
-        if "lora_B" in name:
-            value.normal_(std=0.02)
-    save_file(weights, path / "adapter_model.safetensors")
-    return path
+    return warm_adapter(world)
 
 
 def config(world: Path, adapter: Path, out: Path, **flags: Any) -> ExportConfig:
@@ -110,3 +98,68 @@ def test_answers_are_compared_by_text_score_and_place() -> None:
     assert found["gap"] == pytest.approx(0.3)
     assert found["max_km_apart"] == pytest.approx(344, abs=2)
     assert export.compare(["x"], ["y"], [[]], [[]])["max_km_apart"] is None
+
+
+def test_a_push_that_cannot_be_loaded_or_has_no_name_is_refused_at_once(
+    world: Path, adapter: Path, tmp_path: Path
+) -> None:
+    for flags, sentence in (
+        ({"push": "adapter"}, "add --repo_id owner/name"),
+        ({"push": "both", "repo_id": "me/geo"}, "nobody else can load an adapter whose base lies"),
+        ({"push": "adapter", "repo_id": "me/geo"}, r"`hf upload owner/base .*/warm` \(see Push"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            export.run(config(world, adapter, tmp_path / "merged", **flags))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_both_are_pushed_to_repositories_of_their_own() -> None:
+    both = ExportConfig(push="both", repo_id="me/geo")
+    assert export.repositories(both) == {"adapter": "me/geo", "merged": "me/geo-merged"}
+    assert export.repositories(ExportConfig(push="merged", repo_id="me/geo")) == {
+        "merged": "me/geo"
+    }
+    assert export.repositories(ExportConfig()) == {}
+
+
+def test_a_refusal_comes_before_the_merge_and_a_failed_push_keeps_it(
+    world: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    command = [
+        sys.executable, "scripts/merge_and_export.py", "--model", world / "warm", "--lora", adapter,
+        "--data_dir", world / "data", "--output_dir", out, "--device", "cpu",
+        "--set", "prompt.style=direct", "--push", "merged", "--repo_id", "me/geo", "--public",
+    ]  # fmt: skip
+
+    def run() -> tuple[int, str, str]:
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, cwd=ROOT,
+            env=server.environment(tmp_path / "cache", OMP_NUM_THREADS="1"),
+        )  # fmt: skip
+        assert TOKEN not in done.stdout + done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    with UploadServer() as server:
+        server.faults["whoami"] = [401]
+        code, _, err = run()
+        assert code == 2 and "does not accept your token" in err.splitlines()[-1]
+        assert not out.exists() and not server.repos
+        server.faults["commit"] = [403]
+        code, _, err = run()
+        assert code == 2 and "your token may not write to me/geo" in err.splitlines()[-1]
+        assert server.repos["me/geo"].commits == [INITIAL]
+        merged = (out / "model.safetensors").stat().st_mtime_ns
+        code, said, err = run()
+        assert code == 0, err
+        assert (
+            said.splitlines()[1] == f"pushed the merged model to {server.endpoint}/me/geo (public)"
+        )
+        assert (out / "model.safetensors").stat().st_mtime_ns == merged
+        main = server.repos["me/geo"].main
+    pushed = {path.name for path in out.iterdir() if path.is_file()} - {"run.json", "export.json"}
+    assert set(main) == (pushed - {".lock"}) | {f"examples/{n}.jpg" for n in (1, 2, 3)} | {
+        ".gitattributes"
+    }
+    assert "BASE stands for the base model's folder" in main["README.md"].decode()
+    assert not any(str(world).encode() in content for content in main.values())

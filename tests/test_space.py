@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_the_card_is_one_that_the_hub_reads(config: DemoConfig, tmp_path: Path) 
     found = card.data.to_dict()
     assert found["sdk"] == "gradio" and found["app_file"] == "app.py"
     assert len(found["short_description"]) <= 60  # the Hub's own limit
-    assert space.readme("Qwen/Qwen3-VL-4B-Instruct", ["<b>Ann"]).count("&lt;b&gt;Ann") == 1
+    assert space.readme("Qwen/Qwen3-VL-4B-Instruct", ["<b>Ann"]).count(r"\<b\>Ann") == 1
     assert "models:\n  - Qwen/Qwen3-VL-4B-Instruct" in space.readme("Qwen/Qwen3-VL-4B-Instruct", [])
 
 
@@ -126,6 +127,18 @@ def test_photos_that_may_not_leave_the_machine_are_refused(
     with pytest.raises(UserError, match="evaluation only" if kind == "pano" else "held out"):
         space.write(tmp_path / "space", pano, RECORD)
     assert not (tmp_path / "space").exists()
+
+
+def test_the_export_script_writes_a_space(
+    config: DemoConfig, tmp_path: Path, script: Callable[..., Any]
+) -> None:
+    assert config.model is not None
+    flags = ("--model", config.model.name, "--lora", config.lora, "--data_dir", config.data_dir)
+    split = ("--set", "split=eval_osv", "--report", config.report)
+    ended = script("merge_and_export.py", *flags, *split, "--space", tmp_path / "space")
+    assert ended.code == 0, ended.err
+    assert "wrote a Space with 24 photos" in ended.out
+    assert (tmp_path / "space/report.html").is_file()
 
 
 def test_a_folder_with_other_files_is_left_alone(config: DemoConfig, tmp_path: Path) -> None:

@@ -2,24 +2,35 @@
 
 The adapter is merged in float32 onto copies, so that neither rounding nor the base is touched
 before the result is known. The folder gets its name only after it has answered like base + adapter.
+What is pushed to the Hub lies in a folder of its own kind before it leaves, card and all; whether
+it may be pushed is settled before the merge begins.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from geoguessr_rl import artifacts, data
+from geoguessr_rl import artifacts, data, model_card, space, upload
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends.predictions import check_trained_alike, find_adapter
-from geoguessr_rl.config import ExportConfig, Generation
+from geoguessr_rl.backends import open_backend, probe_adapter
+from geoguessr_rl.backends.predictions import (
+    check_trained_alike,
+    find_adapter,
+    training_record,
+)
+from geoguessr_rl.config import DemoConfig, ExportConfig, Generation
 from geoguessr_rl.hub import require_space
+from geoguessr_rl.model_card import Kind
 from geoguessr_rl.parsing import parse_answer
 from geoguessr_rl.records import Photo, Sampling
 from geoguessr_rl.reward import haversine_km
 
 RECORD = "export.json"
+ADAPTER = "adapter"  # beside the merged model: what is pushed of the adapter
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+TITLES: dict[str, str] = {"adapter": "the adapter", "merged": "the merged model"}
 SHARD = "5GB"
 MAX_GAP = 0.05
 """Nats a token that a merge may move the log-probabilities of answers in bfloat16, where the sum of
@@ -28,38 +39,180 @@ MAX_GAP_FLOAT32 = 1e-3
 
 
 def run(config: ExportConfig) -> dict[str, Any]:
-    """Merges, checks and writes a model folder; returns what was measured.
+    """Merges, checks and writes a model folder, and pushes what the config says.
+
+    Returns:
+        What was measured: see `compare`, or for the adapter alone the `change` that it makes. With
+        a push, `pushed` holds the address of each kind.
 
     Raises:
         UserError: The adapter does not belong on the base, the disk is full, the folder holds
-            another model, or the merged model answers otherwise.
+            another model, the merged model answers otherwise, or the push is refused.
     """
     from geoguessr_rl.backends import models
 
+    targets = repositories(config)
     lora, out = find_adapter(config.lora), config.output_dir
-    models.check_adapter(lora, config.model.name)
+    rank = models.check_adapter(lora, config.model.name)
     split = data.load_split(config.data_dir, config.split, limit=config.photos)
     check_trained_alike(lora, config.prompt.style, split.image_policy, config.model.name)
-    device = models.pick_device(config.device)
-    dtype = models.pick_dtype(config.model.dtype, device)
+    if not targets:
+        with artifacts.run_lock(out):
+            return merged(config, lora, split.photos)
+    evidence = model_card.gather(config, lora)
+    base, licence = find_base(config)
+    for repo in targets.values():
+        upload.check_access(repo, private=config.private)
     with artifacts.run_lock(out):
-        identity = {
-            "model": config.model.name,
-            "model_files": artifacts.folder_fingerprint(config.model.name),
-            "adapter": artifacts.folder_fingerprint(str(lora)),
-            "dtype": dtype,
-            "prompt_style": config.prompt.style,
-        }
-        finished = (out / RECORD).is_file()  # written last
-        artifacts.claim(out / artifacts.IDENTITY, identity, holds_work=finished)
-        if finished:
-            return artifacts.read_json(out / RECORD, remedy="delete the folder and run again")
-        parameters = sum(p.numel() for p in models.meta_model(config.model.name).parameters())
-        size = parameters * (4 if dtype == "float32" else 2)
-        require_space(out, size + size // 10, "the merged model")
-        measured = merge(config, lora, split.photos, out, exact=dtype == "float32")
-        artifacts.write_json(out / RECORD, measured)
+        measured = (
+            {"change": probe(config, lora, split.photos[0])}
+            if config.push == "adapter"
+            else merged(config, lora, split.photos)
+        )
+        pushed = {}
+        for kind, repo in targets.items():
+            folder = stage_adapter(out / ADAPTER, lora, base) if kind == "adapter" else out
+            card = model_card.write(
+                folder,
+                kind,
+                repo,
+                evidence,
+                config,
+                base=base,
+                licence=licence,
+                adapter=targets.get("adapter"),
+                rank=rank,
+                measured=measured,
+                template_kwargs=models.template_kwargs(models.load_processor(config.model.name)),
+            )
+            files = [*model_files(folder, kind), *card]
+            pushed[kind] = upload.push(
+                repo,
+                {path.relative_to(folder).as_posix(): path for path in files},
+                f"Push {TITLES[kind]}",
+            )
+    return measured | {"pushed": pushed}
+
+
+def write_space(config: ExportConfig, out: Path) -> str:
+    """Writes the demo of base and adapter as a Gradio Space, and says what stands there.
+
+    Raises:
+        UserError: The adapter does not belong on the base, or see `space.write`.
+    """
+    from geoguessr_rl.backends import models
+
+    lora = find_adapter(config.lora)
+    models.check_adapter(lora, config.model.name)
+    demo = DemoConfig(
+        model=config.model,
+        lora=lora,
+        prompt=config.prompt,
+        data_dir=config.data_dir,
+        split=config.split,
+        report=config.report,
+    )
+    photos = space.write(out, demo, training_record(lora))
+    return (
+        f"wrote a Space with {photos} photos into {out}; try `python {out / 'app.py'}`, and "
+        f"publish it with `hf upload OWNER/NAME {out} --repo-type space`"
+    )
+
+
+def repositories(config: ExportConfig) -> dict[Kind, str]:
+    """Returns where each kind is pushed to: of both, the merged model has a name of its own.
+
+    One repository cannot hold the two, since each needs the README.md.
+
+    Raises:
+        UserError: There is a push without a name.
+    """
+    if config.push is None:
+        return {}
+    if config.repo_id is None:
+        raise UserError("--push needs the name of a repository; add --repo_id owner/name")
+    if config.push == "both":
+        return {"adapter": config.repo_id, "merged": f"{config.repo_id}-merged"}
+    return {config.push: config.repo_id}
+
+
+def find_base(config: ExportConfig) -> tuple[str | None, str | None]:
+    """Returns the base's name on the Hub and its licence, each None where unknown.
+
+    Raises:
+        UserError: An adapter's base lies in a folder and has no name on the Hub, so that nobody
+            else could load the adapter, or the Hub holds another model under that name.
+    """
+    name, folder = config.model.name, Path(config.model.name)
+    if not folder.is_dir():
+        if config.base_repo_id not in (None, name):
+            raise UserError(
+                f"base_repo_id is for a base in a folder, and yours is {name}; unset it"
+            )
+        return name, upload.check_base(name, None)
+    if config.base_repo_id is not None:
+        return config.base_repo_id, upload.check_base(config.base_repo_id, folder)
+    if config.push == "merged":
+        return None, None
+    raise UserError(
+        f"nobody else can load an adapter whose base lies in {name}; push that folder too, with "
+        f"`hf upload owner/base {name}` (see Push in README.md), and name it with --base_repo_id"
+    )
+
+
+def merged(config: ExportConfig, lora: Path, photos: Sequence[Photo]) -> dict[str, Any]:
+    """Returns what the merge measured, after merging where that was not done before."""
+    from geoguessr_rl.backends import models
+
+    out = config.output_dir
+    dtype = models.pick_dtype(config.model.dtype, models.pick_device(config.device))
+    identity = {
+        "model": config.model.name,
+        "model_files": artifacts.folder_fingerprint(config.model.name),
+        "adapter": artifacts.folder_fingerprint(str(lora)),
+        "dtype": dtype,
+        "prompt_style": config.prompt.style,
+    }
+    finished = (out / RECORD).is_file()  # written last
+    artifacts.claim(out / artifacts.IDENTITY, identity, holds_work=finished)
+    if finished:
+        return dict(artifacts.read_json(out / RECORD, remedy="delete the folder and run again"))
+    parameters = sum(p.numel() for p in models.meta_model(config.model.name).parameters())
+    size = parameters * (4 if dtype == "float32" else 2)
+    require_space(out, size + size // 10, "the merged model")
+    measured = merge(config, lora, photos, out, exact=dtype == "float32")
+    artifacts.write_json(out / RECORD, measured)
     return measured
+
+
+def probe(config: ExportConfig, lora: Path, photo: Photo) -> float:
+    """Returns how far the adapter moves a fixed answer; raises UserError where it does not."""
+    generation = Generation(backend="transformers", device=config.device, batch_size=1)
+    backend = open_backend(generation, config.model, config.prompt.style, lora=lora)
+    return probe_adapter(backend, photo)
+
+
+def stage_adapter(folder: Path, lora: Path, base: str | None) -> Path:
+    """Copies an adapter to where it is pushed from, with its base by the name that others know."""
+    weights = lora / ADAPTER_FILES[1]
+    require_space(folder, weights.stat().st_size, "the adapter's copy")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    settings = artifacts.read_json(lora / ADAPTER_FILES[0], remedy="name a whole adapter")
+    artifacts.write_json(folder / ADAPTER_FILES[0], settings | {"base_model_name_or_path": base})
+    shutil.copyfile(weights, folder / weights.name)
+    return folder
+
+
+def model_files(folder: Path, kind: Kind) -> list[Path]:
+    """Returns what of a folder is the model, and so may be pushed."""
+    if kind == "adapter":
+        return [folder / name for name in ADAPTER_FILES]
+    ours = (artifacts.IDENTITY, RECORD)
+    kinds = (".safetensors", ".json", ".jinja", ".txt")
+    return [
+        path for path in sorted(folder.iterdir()) if path.suffix in kinds and path.name not in ours
+    ]
 
 
 def merge(
@@ -163,11 +316,15 @@ def compare(
     }
 
 
-def summary_line(config: ExportConfig, measured: dict[str, Any]) -> str:
-    """Returns the one line that a merge prints at its end."""
+def summary_line(config: ExportConfig, measured: Mapping[str, Any]) -> str:
+    """Returns what an export prints at its end: a line for the merge, and one a push."""
+    lines = [f"pushed {TITLES[kind]} to {url}" for kind, url in measured.get("pushed", {}).items()]
+    if "change" in measured:
+        return "\n".join(lines)
     far = measured["max_km_apart"]
     distance = "no answer parses" if far is None else f"at most {far:.1f} km apart"
-    return (
+    merge = (
         f"merged into {config.output_dir}: {measured['equal']} of {measured['photos']} answers "
         f"equal to base + adapter, {measured['gap']:.5f} nats a token, {distance}"
     )
+    return "\n".join([merge, *lines])

@@ -9,7 +9,6 @@ no dates and no scripts, and ask the network for nothing.
 import base64
 import json
 import math
-import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ from geoguessr_rl.records import Photo, Prediction
 from geoguessr_rl.report_figures import MAPPED, confusion, guess_map, log_scatter
 from geoguessr_rl.reward import GEOSCORE_MAX
 from geoguessr_rl.runs import Run, load_runs
-from geoguessr_rl.tables import TABLE, clues, country_name, number, place, printable
+from geoguessr_rl.tables import TABLE, clues, country_name, inert, number, place, printable
 
 LISTED = 10  # rows of the lists of countries
 CLUES = 280  # characters of a card's clues; the whole answer stands below them
@@ -750,8 +749,3 @@ def run(
         f"report: {output_dir / 'report.html'}",
     ]
     return "\n".join(lines)
-
-
-def inert(text: str) -> str:
-    """Escapes every character that Markdown or HTML could read as markup, in one line of text."""
-    return re.sub(r"([\\`*_\[\]<>|&~])", r"\\\1", " ".join(text.split()))
