@@ -35,9 +35,9 @@ find_uv() {
 }
 
 # Installs the package and what it needs, pinned and hashed by the lock; does nothing the second time.
-# $1: "all", or the one extra that is wanted (train: without vLLM, for a machine that has none).
+# $1: "all", or the extras that are wanted, with commas between them.
 install() {
-  local wanted done_before uv
+  local wanted done_before uv extra flags=()
   wanted="$(cat "$ROOT/pyproject.toml" "$LOCK" | cksum)"
   for done_before in "$1" all; do
     if [ -x "$PYTHON" ] && [ "$(cat "$ROOT/.venv/.installed-$done_before" 2>/dev/null)" = "$wanted" ]; then
@@ -51,8 +51,9 @@ install() {
     "$uv" pip install --quiet --python "$PYTHON" --no-deps --require-hashes --compile-bytecode \
       --requirements "$LOCK"
   else
+    for extra in ${1//,/ }; do flags+=(--extra "$extra"); done
     (cd "$ROOT" && "$uv" pip install --quiet --python "$PYTHON" --compile-bytecode \
-      --constraints "$LOCK" --requirements pyproject.toml --extra "$1")
+      --constraints "$LOCK" --requirements pyproject.toml "${flags[@]}")
   fi
   "$uv" pip install --quiet --python "$PYTHON" --no-deps --editable "$ROOT"
   echo "$wanted" >"$ROOT/.venv/.installed-$1"

@@ -9,7 +9,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-seed=0 backend=transformers use_vllm=false extras=train out=""
+seed=0 backend=transformers use_vllm=false extras=train,demo out=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --seed | --output_dir)
@@ -66,4 +66,4 @@ phase "Train with GRPO" scripts/train_grpo.py --config $configs/grpo.yaml \
 evaluate "Measure the trained model" --run_name rl --lora "$out/grpo"
 phase "Write the report" scripts/write_report.py "$out/eval/base/eval_osv" "$out/eval/rl/eval_osv" \
   --training "$out/grpo" --output_dir "$out"
-echo "next:   open the report; then give scripts/prepare_data.py --source a folder of real photos"
+echo "next:   open the report; play against the model: .venv/bin/python scripts/demo_gradio.py"

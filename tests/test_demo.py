@@ -529,6 +529,14 @@ def test_without_a_quickstart_one_sentence_says_to_run_it(
     assert len(ended.err.strip().splitlines()) == 1
 
 
+def test_without_gradio_one_sentence_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, script: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    ended = script("demo_gradio.py")
+    assert ended.code == 2 and "'.[demo]'" in ended.err
+
+
 def test_the_default_is_what_the_quickstart_trained_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import RepoCard
-from test_demo import free_port, url_of
+from test_demo import ROOT, free_port, url_of
 from warm_base import loud_adapter, warm_up_thinking
 
 from geoguessr_rl import data, space
@@ -85,10 +86,11 @@ def test_a_space_runs_in_an_environment_of_its_own_requirements(
     config: DemoConfig, tmp_path: Path
 ) -> None:
     folder = write(config, tmp_path / "space")
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
+    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")  # one of them has installed these tests
+    subprocess.run([uv, "venv", "--quiet", "--python", "3.11", str(tmp_path / "fresh")], check=True)
     python = str(tmp_path / "fresh/bin/python")
-    install = [python, "-m", "pip", "install", "--quiet", "-r", str(folder / "requirements.txt")]
-    subprocess.run(install, check=True)
+    install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
+    subprocess.run([*install, "-r", str(folder / "requirements.txt")], check=True)
     check_served(folder, python)
 
 

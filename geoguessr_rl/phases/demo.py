@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ def run(config: DemoConfig, auth: str | None = None) -> None:
         auth: `user:password` that a visitor has to give.
 
     Raises:
-        UserError: There is no model, the adapter does not fit it, or the port is taken.
+        UserError: Gradio is missing, there is no model, the adapter does not fit it, or the port is
+            taken.
     """
+    if find_spec("gradio") is None:
+        raise UserError("the demo needs Gradio; install it with `uv pip install -e '.[demo]'`")
     login = _login(auth)
     with tempfile.TemporaryDirectory(prefix="geoguessr-rl-") as folder:
         # Read by Gradio when it is imported and when components are made.
