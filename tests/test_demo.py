@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -600,27 +602,57 @@ class Hostile:
         yield [Completion(text, 9, "stop")]
 
 
-def test_html_in_a_models_answer_is_text(
-    browser: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def shown(
+    backend: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Serves the page from this process, with a model of the test's own."""
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     config = DemoConfig(port=free_port())
     here = Desk(
-        Hostile(), {ALONE: True}, True, ImagePolicy(long_edge=160, min_pixels=1024),
+        backend, {ALONE: True}, True, ImagePolicy(long_edge=160, min_pixels=1024),
         data.load_split(server.data_dir, "eval_osv").photos, tmp_path, tmp_path, config,
         threading.Lock(),
     )  # fmt: skip
     page = demo.build(here)
     demo.launch(page, config, None)
-    try:
-        with open_tab(browser, page.local_url) as tab:
-            tab.page.set_default_timeout(SECONDS)
-            tab.page.wait_for_selector("#photo")
-            send(tab, a_photo(server))
-            tab.page.wait_for_selector(".answer details.raw")
-            assert tab.page.inner_text(".answer .country").strip().startswith("<img src=x")
-            assert "<script>" in tab.page.inner_text(".answer .clues")
-            assert "<img" in tab.page.locator("#map svg").first.text_content()
-            assert tab.page.title() == "geoguessr-rl" and not tab.errors
-    finally:
-        page.close(verbose=False)
+    yield page.local_url
+    page.close(verbose=False)
+
+
+def test_html_in_a_models_answer_is_text(
+    browser: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        shown(Hostile(), server, tmp_path, monkeypatch) as url,
+        open_tab(browser, url) as tab,
+    ):
+        tab.page.set_default_timeout(SECONDS)
+        tab.page.wait_for_selector("#photo")
+        send(tab, a_photo(server))
+        tab.page.wait_for_selector(".answer details.raw")
+        assert tab.page.inner_text(".answer .country").strip().startswith("<img src=x")
+        assert "<script>" in tab.page.inner_text(".answer .clues")
+        assert "<img" in tab.page.locator("#map svg").first.text_content()
+        assert tab.page.title() == "geoguessr-rl" and not tab.errors
+
+
+class Endless:
+    """A model that never ends its answer."""
+
+    def stream(self, image: Any, key: str, sampling: Any, *, adapter: bool = True) -> Any:
+        while True:
+            yield [Completion("<think>I see a road", 5, "length")]
+            time.sleep(0.05)
+
+
+def test_a_visitor_who_leaves_makes_room_for_the_next(
+    browser: Any, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shown(Endless(), server, tmp_path, monkeypatch) as url:
+        for _ in range(2):
+            with open_tab(browser, url) as tab:
+                tab.page.set_default_timeout(SECONDS)
+                tab.page.wait_for_selector("#photo")
+                send(tab, a_photo(server))
+                tab.page.wait_for_selector("text=I see a road")
