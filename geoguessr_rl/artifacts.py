@@ -306,6 +306,7 @@ def run_blocks(
     rows_an_item: int,
     work: Callable[[Sequence[T]], Sequence[Any]],
     *,
+    begin: Callable[[Sequence[Sequence[T]]], None] | None = None,
     header: Mapping[str, Any] | None = None,
 ) -> int:
     """Appends each block's rows to a JSON Lines file, and skips the blocks that stand in it.
@@ -319,6 +320,8 @@ def run_blocks(
         size: Items a block.
         rows_an_item: Rows that each item gives.
         work: Turns one block into its rows (dataclasses), `rows_an_item` for each, in order.
+        begin: Takes the blocks that are left, before `work` takes the first, so that they can be
+            done ahead of their turn.
         header: What the rows are; the first record of a new file.
 
     Returns:
@@ -335,7 +338,10 @@ def run_blocks(
     kept = first + b"".join(line + b"\n" for line in lines[: done * rows_an_item])
     if kept != whole:
         write_bytes(path, kept)
-    for block in blocks(items[done:], size):
+    todo = blocks(items[done:], size)
+    if begin is not None:
+        begin(todo)
+    for block in todo:
         rows = work(block)
         if len(rows) != len(block) * rows_an_item:
             raise AssertionError(f"{len(rows)} rows for {len(block)} items")

@@ -37,6 +37,7 @@ PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_no_boolean)]
 FolderName = Annotated[str, Field(pattern=r"^\w[\w. -]*$")]
 Share = Annotated[float, Field(ge=0, le=1)]
 View = Literal["crop", "strip", "quad"]
+Engine = Literal["local", "ray"]
 AlarmName = Literal[
     "format_collapse", "zero_spread", "entropy_collapse", "one_country", "drift", "overfit"
 ]
@@ -144,6 +145,19 @@ class Screen(Section):
     max_aspect: Annotated[float, Field(ge=1)] | None = None
 
 
+class Ray(Section):
+    """The cluster on which `engine: ray` works, and what each worker takes of it.
+
+    Without `address` a local cluster is started. Without `workers` there is one a GPU, on a CPU one
+    a core.
+    """
+
+    address: str | None = None
+    workers: PositiveInt | None = None
+    num_cpus: PositiveFloat = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] | None = None
+
+
 class DataConfig(Section):
     """`configs/data.yaml`: prepare."""
 
@@ -156,6 +170,8 @@ class DataConfig(Section):
     screen: Screen = Screen()
     pano: Pano = Pano()
     workers: PositiveInt | None = None
+    engine: Engine = "local"
+    ray: Ray = Ray()
     seed: int = 42
     limit: PositiveInt | None = None
 
@@ -226,6 +242,8 @@ class EvalConfig(Section):
     run_name: FolderName = "base"
     output_dir: Path = Path("outputs/eval")
     allow_base_mismatch: bool = False
+    engine: Engine = "local"
+    ray: Ray = Ray()
     limit: PositiveInt | None = None
 
 
@@ -245,6 +263,8 @@ class FilterConfig(Section):
     fallback_std: PositiveFloat = 0.05
     min_rows: Annotated[int, Field(ge=0)] = 1500
     rest_share: Share = 0.2
+    engine: Engine = "local"
+    ray: Ray = Ray()
     seed: int = 42
     limit: PositiveInt | None = None
 

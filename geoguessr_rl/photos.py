@@ -26,6 +26,8 @@ from geoguessr_rl.sources import read_photo
 
 T = TypeVar("T")
 R = TypeVar("R")
+Outcomes = list[tuple["Stored", bytes]]
+Parallel = Callable[[Callable[[Sequence["Task"]], Outcomes], Sequence["Task"]], Iterator[Outcomes]]
 
 LEDGER = "photos.jsonl"
 BLOCK = 32  # photos that a process handles at a time
@@ -168,7 +170,7 @@ def store(
     *,
     view: View = "strip",
     rules: Screen,
-    workers: int | None,
+    parallel: Parallel,
     name: str,
 ) -> dict[str, Stored]:
     """Stores photos, and skips those that stand in the ledger and on disk.
@@ -179,7 +181,8 @@ def store(
         policy: Their size.
         view: What to take of a panorama.
         rules: What makes a photo unfit.
-        workers: Processes; None: one a core.
+        parallel: Does `examine`'s work on blocks of tasks, in any order: `in_parallel` with its
+            workers, or another engine.
         name: Stands before the progress bar.
 
     Returns:
@@ -199,7 +202,7 @@ def store(
     )
     work = partial(examine, policy=policy, view=view, rules=rules)
     with tqdm(total=len(todo), desc=name, unit="photo", mininterval=1, disable=not todo) as bar:
-        for block in in_parallel(work, todo, workers):
+        for block in parallel(work, todo):
             for row, stored in block:
                 if row.reason is None:
                     artifacts.write_bytes(out / row.path, stored, sync=False)

@@ -13,10 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import timeit
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -480,12 +482,139 @@ def train() -> bool:
     return kept and cheap
 
 
+RAY_BOUND_RATIO = 1.5
+RAY_BOUND_MEMORY = 1.1
+RAY_PHOTOS = (2_000, 20_000)  # prepared by both engines; what both counts share is start-up
+RAY_ANSWERS = (64, 640)  # photos that the tiny model answers
+
+
+def _worker_bytes() -> list[int]:
+    """Returns the memory of each of this machine's Ray Data workers, shared pages left out."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if not (process / "cmdline").read_bytes().startswith(b"ray::MapWorker"):
+                continue
+            status = (process / "status").read_text()
+        except OSError:  # it has just ended
+            continue
+        found += [1024 * int(row.split()[1]) for row in status.splitlines() if "RssAnon" in row]
+    return found
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, int]:
+    """Calls, and returns the seconds and the largest memory of a Ray worker meanwhile."""
+    peak, over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.2):
+            peak = max(peak, *_worker_bytes(), 0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    try:
+        with redirect_stdout(io.StringIO()):
+            call()
+    finally:
+        over.set()
+        watcher.join()
+    return time.perf_counter() - start, peak
+
+
+def _draw_test_set(root: Path, count: int) -> None:
+    """Writes the test half of a synthetic OSV-5M."""
+    rng = np.random.default_rng(0)
+    ids, photos = rng.permutation(count).astype(np.int64) + 10**15, _photos(1000, rng)
+    (root / "images/test").mkdir(parents=True)
+    with zipfile.ZipFile(root / "images/test/00.zip", "w") as file:
+        for n, identifier in enumerate(ids):
+            file.writestr(f"00/{identifier}.jpg", photos[n % len(photos)])
+    _csv_rows(ids, rng).write_csv(root / "test.csv")
+
+
+def ray(scale: float = 1.0) -> bool:
+    """Times `--engine ray` against `local` on two workers, and watches what a worker holds."""
+    from geoguessr_rl import config as configs
+    from geoguessr_rl.backends import models, ray_engine
+    from geoguessr_rl.embedded import sample_texts
+    from geoguessr_rl.phases import evaluate, prepare
+
+    cluster = configs.Ray(workers=WORKERS)
+    few, many = (max(64, int(scale * photos)) for photos in RAY_PHOTOS)
+    start, kept = time.perf_counter(), []
+
+    def bound(text: str, holds: bool) -> None:
+        kept.append(holds)
+        print(f"  {text}: {'kept' if holds else 'BROKEN'}", flush=True)
+
+    def compare(what: str, counts: tuple[int, int], run: Callable[[str, int], object]) -> None:
+        taken, peaks = {}, {}
+        for count in counts:
+            for engine in ("local", "ray"):
+                seconds = _timed(partial(run, engine, count))
+                taken[engine, count], peaks[engine, count] = seconds
+                print(f"  {what}, {count:,} photos, {engine}: {seconds[0]:.1f} s", flush=True)
+        local, on_ray = (taken[e, counts[1]] - taken[e, counts[0]] for e in ("local", "ray"))
+        ratio = on_ray / local
+        bound(
+            f"{what}: {ratio:.2f} times local, at most {RAY_BOUND_RATIO}", ratio <= RAY_BOUND_RATIO
+        )
+        if what == "prepare":
+            small, large = (peaks["ray", count] for count in counts)
+            bound(
+                f"a worker holds {large / 1e6:.0f} MB, {large / small:.2f} times what it held for "
+                f"{counts[0]:,} photos, at most {RAY_BOUND_MEMORY}",
+                large <= RAY_BOUND_MEMORY * small,
+            )
+
+    with tempfile.TemporaryDirectory() as folder, ray_engine.session("ray", cluster):
+        root = Path(folder)
+        _draw_test_set(root / "osv5m", many)
+        models.build_tiny(root / "tiny", 0, sample_texts())
+        print(f"ray: {WORKERS} workers; drawn in {time.perf_counter() - start:.0f} s", flush=True)
+
+        def prepared(engine: str, count: int) -> None:
+            settings = {
+                "source": configs.Source(root=root / "osv5m"),
+                "output_dir": root / f"{engine}-{count}",
+                "eval": configs.EvalDraw(size=count),
+                "workers": WORKERS,
+                "limit": count,  # the test half alone
+                "engine": engine,
+                "ray": cluster,
+            }
+            prepare.run(configs.DataConfig(**settings))
+
+        def evaluated(engine: str, count: int) -> None:
+            flags = {
+                "model.name": str(root / "tiny"),
+                "data_dir": root / f"local-{few}",
+                "output_dir": root / f"runs-{engine}-{count}",
+                "limit": count,
+                "engine": engine,
+                "ray.workers": WORKERS,
+                "generation.block_size": 64,
+                "generation.batch_size": 16,
+            }
+            evaluate.run(
+                configs.load(configs.EvalConfig, CONFIGS / "embedded/eval.yaml", flags=flags)
+            )
+
+        compare("prepare", (few, many), prepared)
+        answers = (RAY_ANSWERS[0], max(2 * RAY_ANSWERS[0], int(scale * RAY_ANSWERS[1])))
+        compare("evaluate", answers, evaluated)
+    return all(kept)
+
+
 TASKS: dict[str, Callable[[], bool]] = {
     "reward": reward,
     "data": data,
     "score": score,
     "eval": evaluation,
     "train": train,
+    "ray": ray,
 }
 
 

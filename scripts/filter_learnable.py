@@ -13,6 +13,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hub name or folder of the base model")
     parser.add_argument("--backend", help="vllm, transformers or scripted")
     parser.add_argument("--device", help="auto, cuda, mps or cpu")
+    parser.add_argument("--engine", help="local, or ray: the workers of a cluster")
     parser.add_argument("--data_dir", type=Path, help="folder that prepare wrote")
     parser.add_argument("--output_dir", type=Path, help="where completions and statistics go")
     args = parser.parse_args()
@@ -22,6 +23,7 @@ def main() -> None:
         "generation.device": args.device,
         "data_dir": args.data_dir,
         "output_dir": args.output_dir,
+        "engine": args.engine,
         "limit": args.limit,
     }
     config = load(FilterConfig, args.config, overrides=args.set, flags=flags)

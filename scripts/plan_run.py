@@ -14,6 +14,7 @@ def main() -> None:
     parser.add_argument("--budget_hours", metavar="H", help="hours that the run may take; 8")
     parser.add_argument("--seconds_per_step", metavar="S", help="measured, for the step arithmetic")
     parser.add_argument("--processes", type=int, metavar="N", help="GPUs of the kind; 1")
+    parser.add_argument("--gpus", metavar="N,N", help="what each phase takes on so many GPUs")
     args = parser.parse_args()
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes} must be 1 or more")
@@ -26,7 +27,17 @@ def main() -> None:
 
     from geoguessr_rl.phases import plan
 
-    print("\n".join(plan.run(config, processes=args.processes)))
+    if args.gpus:
+        print("\n".join(plan.on_clusters(config, counts(args.gpus))))
+    else:
+        print("\n".join(plan.run(config, processes=args.processes)))
+
+
+def counts(text: str) -> list[int]:
+    """Reads `1,8,64`; raises UserError where a part is no positive number."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise UserError(f"--gpus {text} must be numbers of GPUs, as in 1,8,64")
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def main() -> None:
     )
     parser.add_argument("--output_dir", type=Path, help="where the splits go")
     parser.add_argument("--workers", help="processes that decode; one a core without it")
+    parser.add_argument("--engine", help="local, or ray: the workers of a cluster")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--manifest", type=Path, metavar="FILE", help="rebuild exactly the split of a manifest"
@@ -27,6 +28,7 @@ def main() -> None:
         "source.root": args.source,
         "output_dir": args.output_dir,
         "workers": args.workers,
+        "engine": args.engine,
         "limit": args.limit,
     }
     config = load(DataConfig, args.config, overrides=args.set, flags=flags)

@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--backend", help="vllm, transformers, openai or scripted")
     parser.add_argument("--samples", metavar="K", help="completions a photo, with a temperature")
     parser.add_argument("--device", help="auto, cuda, mps or cpu")
+    parser.add_argument("--engine", help="local, or ray: the workers of a cluster")
     parser.add_argument("--data_dir", type=Path, help="folder that prepare wrote")
     parser.add_argument("--output_dir", type=Path, help="where runs go")
     parser.add_argument("--allow_base_mismatch", action="store_true", default=None)
@@ -41,6 +42,7 @@ def main() -> None:
         "data_dir": args.data_dir,
         "output_dir": args.output_dir,
         "allow_base_mismatch": args.allow_base_mismatch,
+        "engine": args.engine,
         "limit": args.limit,
     }
     config = load(EvalConfig, args.config, overrides=args.set, flags=flags)

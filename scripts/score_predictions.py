@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from geoguessr_rl.config import run_script
+from geoguessr_rl.config import Ray, run_script
 
 
 def main() -> None:
@@ -13,11 +13,16 @@ def main() -> None:
     parser.add_argument("predictions", type=Path, help="JSON Lines or CSV")
     parser.add_argument("--truth", type=Path, required=True, help="a split's parquet file")
     parser.add_argument("--output", type=Path, help="where the metrics go as JSON")
+    parser.add_argument("--engine", default="local", choices=["local", "ray"])
+    parser.add_argument("--ray_address", metavar="ADDRESS", help="auto, or HOST:6379")
     args = parser.parse_args()
+    cluster = Ray(address=args.ray_address)
 
     from geoguessr_rl.phases import score
 
-    lines, complete = score.run(args.predictions, args.truth, args.output)
+    lines, complete = score.run(
+        args.predictions, args.truth, args.output, engine=args.engine, ray=cluster
+    )
     print("\n".join(lines))
     if not complete:
         sys.exit(1)

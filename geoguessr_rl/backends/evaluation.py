@@ -11,11 +11,12 @@ from typing import Any
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import Backend, open_backend
+from geoguessr_rl.backends import Backend, open_backend, ray_engine
 from geoguessr_rl.backends.predictions import (
     check_trained_alike,
     find_adapter,
     generate,
+    holds_work,
     identity,
     sampling_of,
 )
@@ -49,14 +50,14 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
         check_trained_alike(lora, config.prompt.style, split.image_policy, base)
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir / config.run_name / config.split
-    with artifacts.run_lock(out):
+    with artifacts.run_lock(out), ray_engine.session(config.engine, config.ray):
         described = identity(split, config, sampling)
         if config.allow_base_mismatch:  # else a second run without it would wash the figures
             described["allow_base_mismatch"] = True
         artifacts.claim(
             out / artifacts.IDENTITY,
             described,
-            holds_work=artifacts.holds_rows(out / artifacts.PREDICTIONS),
+            holds_work=holds_work(out),
         )
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         rows = generate(
@@ -71,6 +72,7 @@ def evaluate(config: EvalConfig, engine: Callable[[], Backend] | None = None) ->
             lora=config.lora,
             allow_base_mismatch=config.allow_base_mismatch,
             engine=engine,
+            ray=config.ray if config.engine == "ray" else None,
         )
         metrics = summarize(config, split, rows, described)
         longer = artifacts.read_rows(out / artifacts.PREDICTIONS, Prediction)[len(rows) :]

@@ -4,10 +4,11 @@ Rows are written a block at a time and never generated twice, whatever kills the
 is stands beside them, so that another model or another sampling is never mixed in.
 """
 
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from tqdm import tqdm
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import Backend, open_backend, probe_adapter
-from geoguessr_rl.config import EvalConfig, FilterConfig, Generation, Model, Prompt
+from geoguessr_rl.backends import Backend, open_backend, probe_adapter, ray_engine
+from geoguessr_rl.config import EvalConfig, FilterConfig, Generation, Model, Prompt, Ray
 from geoguessr_rl.eval_metrics import make_prediction
-from geoguessr_rl.records import Photo, Prediction, Sampling
+from geoguessr_rl.records import Completion, Photo, Prediction, Sampling
 from geoguessr_rl.reward import SCORE_VERSION
+
+WAITING = "blocks"  # in a run's folder: blocks that were finished before their turn
+NO_ANSWER = Completion("", 0, "error")
 
 
 def sampling_of(generation: Generation, n: int) -> Sampling:
@@ -146,6 +150,7 @@ def generate(
     lora: Path | None = None,
     allow_base_mismatch: bool = False,
     engine: Callable[[], Backend] | None = None,
+    ray: Ray | None = None,
 ) -> list[Prediction]:
     """Generates and scores completions for photos, or reads them where they are done already.
 
@@ -164,48 +169,42 @@ def generate(
         lora: An adapter's folder.
         allow_base_mismatch: See `backends.open_backend`.
         engine: Gives a backend that is open already and uses the adapter; None opens one.
+        ray: The workers of a Ray cluster that answer instead; None: this process.
 
     Returns:
         `sampling.n` predictions a photo, in order; fewer photos when nobody answered any more.
     """
-
-    @cache
-    def backend() -> Backend:
-        opened = (
-            engine()
-            if engine
-            else open_backend(
-                generation,
-                model,
-                prompt.style,
-                lora=lora,
-                allow_base_mismatch=allow_base_mismatch,
-                data_dir=data_dir,
-            )
-        )
-        if lora is not None:
-            probe_adapter(opened, photos[0])
-        return opened
-
+    opening = partial(
+        open_backend,
+        generation,
+        model,
+        prompt.style,
+        lora=lora,
+        allow_base_mismatch=allow_base_mismatch,
+        data_dir=data_dir,
+    )
+    probed = photos[0] if lora is not None and photos else None
+    backend = cache(partial(_open, engine or opening, probed))
+    finish = partial(_here, backend, sampling)
+    if ray:
+        finish = partial(_on_ray, partial(_open, opening, probed), sampling, generation, ray)
+    finished: Iterator[list[Prediction]] = iter(())
     score, answered, abandoned = 0.0, 0, False
     with tqdm(total=len(photos), unit="photo", desc=path.parent.name, mininterval=1) as bar:
+
+        def begin(blocks: Sequence[Sequence[Photo]]) -> None:
+            nonlocal finished
+            finished = _in_order(path.parent / WAITING, blocks, finish)
 
         def work(block: Sequence[Photo]) -> list[Prediction]:
             nonlocal score, answered, abandoned
             if abandoned:
                 raise _NobodyThere
-            rows = [
-                make_prediction(
-                    photo.id, k, photo.latitude, photo.longitude, photo.country_iso2, completion
-                )
-                for photo, completions in zip(
-                    block, backend().generate(block, sampling), strict=True
-                )
-                for k, completion in enumerate(completions)
-            ]
+            rows = next(finished)
             scores = [row.geoscore for row in rows if row.outcome != "error"]
-            if abandoned := not scores:
-                why = getattr(backend(), "last_failure", None)
+            # Without a server, a block that nobody answers is its photos' fault.
+            if abandoned := not scores and (ray is None or generation.backend == "openai"):
+                why = None if ray else getattr(backend(), "last_failure", None)
                 bar.write(f"nobody answered a whole block ({why}); stopping", file=sys.stderr)
             score, answered = score + sum(scores), answered + len(scores)
             bar.update(len(block))
@@ -213,16 +212,114 @@ def generate(
             return rows
 
         with suppress(_NobodyThere):
-            _retry_errors(path, photos, generation.block_size, work)
+            _retry_errors(path, photos, generation.block_size, begin, work)
             done = artifacts.run_blocks(
-                path, photos, generation.block_size, sampling.n, work, header=header
+                path, photos, generation.block_size, sampling.n, work, begin=begin, header=header
             )
             bar.update(done)
+            shutil.rmtree(path.parent / WAITING, ignore_errors=True)
     rows = artifacts.read_rows(path, Prediction)[: len(photos) * sampling.n]
     expected = [photo.id for photo in photos for _ in range(sampling.n)]
     if [row.id for row in rows] != expected[: len(rows)]:
         raise UserError(f"{path} holds rows of other photos; delete its folder and run again")
     return rows
+
+
+def _open(opening: Callable[[], Backend], probed: Photo | None) -> Backend:
+    """Opens a backend, and checks its adapter on `probed`, which is None without one."""
+    backend = opening()
+    if probed is not None:
+        probe_adapter(backend, probed)
+    return backend
+
+
+def start_answering(
+    opening: Callable[[], Backend], sampling: Sampling
+) -> Callable[[Sequence[Photo]], list[Prediction]]:
+    """Opens a backend and returns what answers a block with it; a Ray worker begins with this."""
+    return partial(_answer, opening(), sampling)
+
+
+def _answer(backend: Backend, sampling: Sampling, block: Sequence[Photo]) -> list[Prediction]:
+    """Returns a block's scored completions, `sampling.n` a photo, in order."""
+    return [
+        make_prediction(
+            photo.id, k, photo.latitude, photo.longitude, photo.country_iso2, completion
+        )
+        for photo, completions in zip(block, backend.generate(block, sampling), strict=True)
+        for k, completion in enumerate(completions)
+    ]
+
+
+Finish = Callable[[Mapping[int, Sequence[Photo]]], Iterator[tuple[int, list[Prediction]]]]
+"""Answers numbered blocks, and yields each one's number and rows when it is done."""
+
+
+def _here(
+    backend: Callable[[], Backend], sampling: Sampling, blocks: Mapping[int, Sequence[Photo]]
+) -> Iterator[tuple[int, list[Prediction]]]:
+    """Answers blocks in this process, one after the other."""
+    for number, block in blocks.items():
+        yield number, _answer(backend(), sampling, block)
+
+
+def _on_ray(
+    opening: Callable[[], Backend],
+    sampling: Sampling,
+    generation: Generation,
+    section: Ray,
+    blocks: Mapping[int, Sequence[Photo]],
+) -> Iterator[tuple[int, list[Prediction]]]:
+    """Answers blocks on a Ray cluster; a photo that kills its worker has an error for an answer."""
+
+    def lost(photo: Photo) -> list[Prediction]:
+        place = (photo.latitude, photo.longitude, photo.country_iso2)
+        return [make_prediction(photo.id, k, *place, NO_ANSWER) for k in range(sampling.n)]
+
+    if generation.backend == "openai" and section.workers is None:
+        section = section.model_copy(update={"workers": 1})  # the pace it may ask in is one's own
+    gpu = generation.backend in ("vllm", "transformers") and generation.device != "cpu"
+    start, numbers = partial(start_answering, opening, sampling), [*blocks]
+    for n, rows in ray_engine.map_blocks(start, [*blocks.values()], lost, section, gpu=gpu):
+        yield numbers[n], rows
+
+
+def _in_order(
+    folder: Path, blocks: Sequence[Sequence[Photo]], finish: Finish
+) -> Iterator[list[Prediction]]:
+    """Yields each block's rows in the order of the blocks.
+
+    One that is finished before its turn waits in a file of its own in `folder`, so that a kill does
+    not lose it; what a killed run has left there is taken first.
+    """
+    files = [folder / f"{artifacts.fingerprint([p.id for p in block])}.jsonl" for block in blocks]
+    waiting = {number for number, file in enumerate(files) if _holds_answers(file)}
+    finished = finish({n: block for n, block in enumerate(blocks) if n not in waiting})
+    for turn, file in enumerate(files):
+        rows = None
+        while rows is None and turn not in waiting:
+            number, answers = next(finished)
+            if number == turn:
+                rows = answers
+            else:
+                artifacts.write_rows(files[number], answers)
+                waiting.add(number)
+        if rows is None:
+            rows = artifacts.read_rows(file, Prediction)
+        yield rows
+        file.unlink(missing_ok=True)
+
+
+def _holds_answers(file: Path) -> bool:
+    """Whether a block waits in a file, and all of it was answered."""
+    return file.is_file() and all(
+        row.outcome != "error" for row in artifacts.read_rows(file, Prediction)
+    )
+
+
+def holds_work(out: Path) -> bool:
+    """Whether a run's folder holds answers, in its file or in blocks that wait for their turn."""
+    return artifacts.holds_rows(out / artifacts.PREDICTIONS) or any((out / WAITING).glob("*.jsonl"))
 
 
 class _NobodyThere(Exception):
@@ -233,12 +330,15 @@ def _retry_errors(
     path: Path,
     photos: Sequence[Photo],
     size: int,
+    begin: Callable[[Sequence[Sequence[Photo]]], None],
     work: Callable[[Sequence[Photo]], list[Prediction]],
 ) -> None:
     """Asks again for the photos whose rows are transport errors, and puts the answers in place."""
     rows = artifacts.read_rows(path, Prediction)
     failed = {row.id for row in rows if row.outcome == "error"}
-    for block in artifacts.blocks([photo for photo in photos if photo.id in failed], size):
+    blocks = artifacts.blocks([photo for photo in photos if photo.id in failed], size)
+    begin(blocks)
+    for block in blocks:
         fresh = {(row.id, row.sample): row for row in work(block)}
         rows = [fresh.get((row.id, row.sample), row) for row in rows]
         artifacts.write_rows(path, rows)

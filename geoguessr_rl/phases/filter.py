@@ -16,10 +16,12 @@ import polars as pl
 
 from geoguessr_rl import artifacts, data
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import ray_engine
 from geoguessr_rl.backends.predictions import (
     check_trained_alike,
     find_adapter,
     generate,
+    holds_work,
     identity,
     sampling_of,
 )
@@ -82,12 +84,12 @@ def run(config: FilterConfig) -> dict[str, Any]:
         check_trained_alike(lora, config.prompt.style, pool.image_policy, config.model.name)
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir
-    with artifacts.run_lock(out):
+    with artifacts.run_lock(out), ray_engine.session(config.engine, config.ray):
         described = identity(pool, config, sampling)
         artifacts.claim(
             out / artifacts.IDENTITY,
             {**described, "cap": config.cap},
-            holds_work=artifacts.holds_rows(out / artifacts.PREDICTIONS),
+            holds_work=holds_work(out),
         )
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         rows = generate(
@@ -99,6 +101,7 @@ def run(config: FilterConfig) -> dict[str, Any]:
             sampling,
             data_dir=config.data_dir,
             lora=config.lora,
+            ray=config.ray if config.engine == "ray" else None,
         )
         answered = sum(row.outcome != "error" for row in rows)
         if missing := len(photos) * sampling.n - answered:

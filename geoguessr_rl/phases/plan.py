@@ -4,11 +4,15 @@ It needs no GPU, no weights and no data, and measures nothing: `budget` predicts
 that are printed first. A smoke test on the GPU that was chosen gives the true seconds a step.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 from geoguessr_rl import budget
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import planning
 from geoguessr_rl.budget import Gpu, ModelShape, RunShape
-from geoguessr_rl.config import GrpoConfig, ImagePolicy
+from geoguessr_rl.config import Generation, GrpoConfig, ImagePolicy, VllmEngine
 from geoguessr_rl.images import VISUAL_TOKEN_PIXELS
 from geoguessr_rl.tables import columns
 
@@ -63,6 +67,82 @@ def run(config: GrpoConfig, *, processes: int | None = None) -> list[str]:
             raise UserError(f"{error}; mend the trainer section") from None
         lines += ["", "With the seconds a step that you give", *(f"  {one}" for one in measured)]
     return lines
+
+
+PHASES = {  # photos, completions of each
+    "evaluate eval_osv": (1_000, 1),
+    "evaluate OSV-5M's whole test set": (210_122, 1),
+    "filter": (8_000, 4),
+}
+PREPARED = 4_900_000  # photos in OSV-5M's 98 train zips
+CORES_A_GPU = 16
+PREPARED_A_CORE = 130  # photos a second and core; 12,936 took 47 s on two cores
+START_SECONDS = 120.0  # a worker loads its model
+
+
+def on_clusters(config: GrpoConfig, gpus: Sequence[int], kind: str = "A100-80") -> list[str]:
+    """Returns what each phase takes on so many GPUs of a kind: a Markdown table under its basis.
+
+    Simulated: generation as `budget.step_plan` has it, a block a worker at a time, and nothing for
+    the network. Training keeps the config's completions a step, however many GPUs share them.
+
+    Args:
+        config: The training config, whose model every phase uses.
+        gpus: Numbers of GPUs.
+        kind: One of `budget.GPUS`.
+    """
+    args = planning.trainer_args(config.trainer)
+    model, gpu = planning.model_shape(config.model.name, config.lora), budget.GPUS[kind]
+    run = planning.run_shape(config, args, PHOTO_TOKENS, 1)
+    size, share = Generation().block_size, VllmEngine().gpu_memory_utilization
+
+    def generating(photos: int, samples: int, count: int) -> float:
+        made = min(size, photos) * samples
+        block = replace(
+            run, micro_batch=made, accumulation=1, generations=samples, generation_batch=made,
+            vllm_share=share,
+        )  # fmt: skip
+        parts = budget.step_plan(model, block, gpu)
+        blocks = math.ceil(math.ceil(photos / size) / count)
+        return START_SECONDS + blocks * (parts["decode"] + parts["prefill"])
+
+    def training(count: int) -> float | None:
+        step = run.micro_batch * run.accumulation
+        if step % count:
+            return None
+        micro = min(run.micro_batch, step // count)
+        shared = replace(
+            run, processes=count, micro_batch=micro, accumulation=step // count // micro
+        )
+        return args.max_steps * sum(budget.step_plan(model, shared, gpu).values())
+
+    def row(phase: str, seconds: Sequence[float | None]) -> str:
+        def cell(count: int, one: float | None) -> str:
+            if one is None:
+                return "–"
+            took = f"{one / 60:.0f} min" if one < 3600 else f"{one / 3600:.1f} h"
+            return f"{took}, {budget.run_dollars(one / 3600, gpu.dollars_per_hour * count):.2f} $"
+
+        cells = [cell(count, one) for count, one in zip(gpus, seconds, strict=True)]
+        return f"| {' | '.join([phase, *cells])} |"
+
+    cores = CORES_A_GPU * PREPARED_A_CORE
+    return [
+        f"{config.model.name} on {gpu.name}, {gpu.dollars_per_hour:.2f} dollars an hour and GPU",
+        f"  simulated: a worker starts in {START_SECONDS:.0f} s and answers blocks of {size} "
+        f"photos, {run.completion_tokens} tokens a completion; no time for the network",
+        f"  {CORES_A_GPU} cores beside each GPU prepare {PREPARED_A_CORE} photos a second and core",
+        *(f"  {line}" for line in budget.assumptions()[:4]),
+        "",
+        f"| {' | '.join(['phase', *(f'{n} GPU' + 's' * (n > 1) for n in gpus)])} |",
+        f"|{'---|' * (len(gpus) + 1)}",
+        row(f"prepare {PREPARED:,} photos", [PREPARED / (cores * count) for count in gpus]),
+        *(
+            row(f"{phase}, {photos:,} × {samples}", [generating(photos, samples, n) for n in gpus])
+            for phase, (photos, samples) in PHASES.items()
+        ),
+        row(f"train {args.max_steps} steps", [training(count) for count in gpus]),
+    ]
 
 
 def describe(name: str, model: ModelShape, run: RunShape, max_steps: int) -> list[str]:

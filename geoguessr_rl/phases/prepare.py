@@ -7,8 +7,9 @@ of its country, and everything that was left out is counted in `summary.json`.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +18,11 @@ import polars as pl
 
 from geoguessr_rl import artifacts, data, hub, sources
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import ray_engine
 from geoguessr_rl.config import DataConfig, ImagePolicy, Screen
 from geoguessr_rl.countries import name_of
 from geoguessr_rl.images import visual_tokens
-from geoguessr_rl.photos import LEDGER, Stored, Task, store, tidy
+from geoguessr_rl.photos import BLOCK, LEDGER, Outcomes, Stored, Task, in_parallel, store, tidy
 from geoguessr_rl.records import PHOTO_SCHEMA
 from geoguessr_rl.screen import active_reasons, require_reader
 
@@ -152,12 +154,33 @@ def examiner(config: DataConfig, candidates: Candidates) -> Examine:
             config.image,
             view=config.pano.view if candidates.kind == "pano" else "strip",
             rules=config.screen,
-            workers=config.workers,
+            parallel=(
+                partial(on_ray, config)
+                if config.engine == "ray"
+                else partial(in_parallel, workers=config.workers)
+            ),
             name=candidates.kind,
         )
         return {one: found[task.path] for one, task in zip(ids, tasks, strict=True)}
 
     return examine
+
+
+def on_ray(
+    config: DataConfig, work: Callable[[Sequence[Task]], Outcomes], tasks: Sequence[Task]
+) -> Iterator[Outcomes]:
+    """Yields `work` of each block of tasks from the workers of a Ray cluster, as they finish.
+
+    A photo that kills its worker is `damaged`, as one that raises an error.
+    """
+
+    def lost(task: Task) -> Outcomes:
+        detail = f"killed the worker that read it, {ray_engine.TRIES} times"
+        return [(Stored(task.path, task.version, "damaged", detail), b"")]
+
+    start, blocks = partial(ray_engine.ready, work), artifacts.blocks(tasks, BLOCK)
+    for _, outcomes in ray_engine.map_blocks(start, blocks, lost, config.ray):
+        yield outcomes
 
 
 def reject_likenesses(
@@ -345,7 +368,8 @@ def claim(config: DataConfig, identity: Mapping[str, Any]) -> None:
 
 def identify(config: DataConfig) -> dict[str, Any]:
     """Returns everything that must be equal for two runs to write the same files."""
-    identity = config.model_dump(mode="json", exclude={"output_dir", "limit", "workers"})
+    free = {"output_dir", "limit", "workers", "engine", "ray"}
+    identity = config.model_dump(mode="json", exclude=free)
     if config.source.root is not None:
         identity["source"]["root"] = str(config.source.root.resolve())
     return identity
@@ -432,7 +456,7 @@ def run(config: DataConfig) -> dict[str, Any]:
         UserError: A source file is missing, damaged or does not belong to the others.
     """
     out = config.output_dir
-    with artifacts.run_lock(out):
+    with artifacts.run_lock(out), ray_engine.session(config.engine, config.ray):
         if config.screen.text:
             require_reader()
         refuse_shorter(config)
@@ -504,7 +528,7 @@ def rebuild(config: DataConfig, path: Path) -> dict[str, Any]:
     if getattr(config, section).root is None and dataset["repo"] is None:
         raise UserError(f"{path} was made from a folder; name yours with --source or pano.root")
     identity = {"rebuilt": True, "image": wanted["image"], "view": config.pano.view}
-    with artifacts.run_lock(out):
+    with artifacts.run_lock(out), ray_engine.session(config.engine, config.ray):
         claim(config, identity)
         there = data.manifest_path(out, wanted["split"])
         if there.exists() and data.read_manifest(there)["fingerprint"] != wanted["fingerprint"]:

@@ -8,7 +8,8 @@ ones would flatter; nothing here needs a model.
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +17,8 @@ import polars as pl
 
 from geoguessr_rl import artifacts
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.backends import ray_engine
+from geoguessr_rl.config import Engine, Ray
 from geoguessr_rl.countries import CODES, name_of
 from geoguessr_rl.eval_metrics import compute_metrics, make_prediction
 from geoguessr_rl.places import look_up_hits
@@ -25,8 +28,10 @@ from geoguessr_rl.tables import metric_lines, number
 
 TRUTH_COLUMNS = ("image_path", "latitude", "longitude", "country_iso2")
 NO_COUNTRY = "not given"
+RAY_BLOCK = 4096  # predictions that a worker scores at a time
 
 Row = Mapping[str, Any]
+Job = tuple[str, int, float, float, str, Completion]  # what `make_prediction` takes
 
 
 def read_truth(path: Path) -> dict[str, dict[str, Any]]:
@@ -112,13 +117,22 @@ def _number(cell: Any) -> float | str | None:
         return None if cell is None else str(cell)
 
 
-def predict(path: Path, truth: Mapping[str, Mapping[str, Any]]) -> tuple[list[Prediction], bool]:
+def score_here(jobs: Sequence[Job]) -> list[Prediction]:
+    """Scores a block of completions."""
+    return [make_prediction(*job) for job in jobs]
+
+
+def predict(
+    path: Path,
+    truth: Mapping[str, Mapping[str, Any]],
+    score: Callable[[Sequence[Job]], list[Prediction]] = score_here,
+) -> tuple[list[Prediction], bool]:
     """Scores every row; returns the predictions, and whether any row names a country.
 
     Raises:
         UserError: A row is malformed or its id is not in the truth, or photos have unequally many.
     """
-    rows: list[Prediction] = []
+    jobs: list[Job] = []
     samples: Counter[str] = Counter()
     named = False
     for where, row in read_predictions(path):
@@ -129,7 +143,7 @@ def predict(path: Path, truth: Mapping[str, Mapping[str, Any]]) -> tuple[list[Pr
         completion = as_completion(row, where)
         named = named or row.get("completion") is not None or bool(row.get("country"))
         place = (photo["latitude"], photo["longitude"], photo["country_iso2"])
-        rows.append(make_prediction(identifier, samples[identifier], *place, completion))
+        jobs.append((identifier, samples[identifier], *place, completion))
         samples[identifier] += 1
     if len(set(samples.values())) > 1:
         (most, k), (least, few) = samples.most_common()[0], samples.most_common()[-1]
@@ -137,10 +151,28 @@ def predict(path: Path, truth: Mapping[str, Mapping[str, Any]]) -> tuple[list[Pr
             f"{path} has {k} predictions of photo {most!r} and {few} of {least!r}; give equally "
             "many of each"
         )
-    return rows, named
+    return score(jobs), named
 
 
-def run(predictions: Path, truth_file: Path, output: Path | None = None) -> tuple[list[str], bool]:
+def score_on_ray(section: Ray, jobs: Sequence[Job]) -> list[Prediction]:
+    """Scores completions on the workers of a Ray cluster, in order."""
+
+    def lost(job: Job) -> list[Prediction]:
+        raise UserError(f"the prediction of photo {job[0]!r} kills its worker; take it out")
+
+    blocks = artifacts.blocks(jobs, RAY_BLOCK)
+    done = dict(ray_engine.map_blocks(partial(ray_engine.ready, score_here), blocks, lost, section))
+    return [row for number in range(len(blocks)) for row in done[number]]
+
+
+def run(
+    predictions: Path,
+    truth_file: Path,
+    output: Path | None = None,
+    *,
+    engine: Engine = "local",
+    ray: Ray | None = None,
+) -> tuple[list[str], bool]:
     """Scores a file of predictions; returns the table's lines, and whether it is complete.
 
     Args:
@@ -148,12 +180,18 @@ def run(predictions: Path, truth_file: Path, output: Path | None = None) -> tupl
             and optionally `country`; optionally `finish_reason` and `tokens`.
         truth_file: A parquet in the project's schema.
         output: Where the metrics go as JSON.
+        engine: `local`, or `ray`, where a cluster's workers parse and score; the statistics are
+            computed here in either case.
+        ray: Which cluster; a local one without it.
 
     Raises:
         UserError: A file is missing or malformed, or the ids do not fit.
     """
     truth = read_truth(truth_file)
-    rows, named = predict(predictions, truth)
+    cluster = ray or Ray()
+    score = partial(score_on_ray, cluster) if engine == "ray" else score_here
+    with ray_engine.session(engine, cluster):
+        rows, named = predict(predictions, truth, score)
     if not rows:
         raise UserError(f"{predictions} holds no prediction; check the file")
     answered = {row.id for row in rows}
