@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -83,7 +84,7 @@ def serve(command: str, folder: Path, environment: dict[str, str]) -> Iterator[s
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model"
+    start = f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
     here = f" --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager"
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1",

@@ -353,10 +353,11 @@ def pushed(
         for command in (upload, f"{alone} {tiny}", f"{both} {tiny} {real}"):
             if command != upload:
                 server.faults |= {"put": [500, "reset"], "commit": ["drop", 500]}
-            for old, new in names.items():
-                command = command.replace(old, str(new))
+            arguments = shlex.split(command)
+            for old, new in names.items():  # after the split: a path may hold spaces
+                arguments = [argument.replace(old, str(new)) for argument in arguments]
             done = subprocess.run(
-                shlex.split(command), capture_output=True, text=True, env=environment, cwd=ROOT
+                arguments, capture_output=True, text=True, env=environment, cwd=ROOT
             )
             assert done.returncode == 0, done.stderr[-3000:]
             assert not any(server.faults.values())

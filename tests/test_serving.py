@@ -21,7 +21,7 @@ def test_the_served_merged_model_gives_the_answers_that_the_export_verified(
     page = section("Serve with vLLM")
     merge, command = blocks(page, "bash")[0].split("\n", 1)
     (snippet,) = blocks(page, "python")
-    merge = merge.replace(".venv/bin/python", sys.executable)
+    merge = merge.replace(".venv/bin/python", shlex.quote(sys.executable))
     merge = merge.replace("outputs/grpo-qwen3vl4b", str(warm_adapter(world)))
     tiny = f"--model {world}/warm --data_dir {world}/data --set prompt.style=direct --device cpu"
     out = tmp_path / "outputs/merged"
