@@ -22,12 +22,14 @@ from geoguessr_rl.backends import ray_engine
 from geoguessr_rl.config import DataConfig, ImagePolicy, Screen
 from geoguessr_rl.countries import name_of
 from geoguessr_rl.images import visual_tokens
-from geoguessr_rl.photos import BLOCK, LEDGER, Outcomes, Stored, Task, in_parallel, store, tidy
+from geoguessr_rl.photos import LEDGER, Outcomes, Stored, Task, in_parallel, store, tidy
 from geoguessr_rl.records import PHOTO_SCHEMA
 from geoguessr_rl.screen import active_reasons, require_reader
 
 STORED_GROWTH = 1.5
 """Disk that stored photos may take, over their bytes in the zip: quality 95 costs more."""
+RAY_BLOCK = 256
+"""Photos that a Ray worker handles at a time: each task of Ray has a price of its own."""
 
 NAMED_IDS = 20  # ids that a message lists before it says how many more there are
 
@@ -178,7 +180,7 @@ def on_ray(
         detail = f"killed the worker that read it, {ray_engine.TRIES} times"
         return [(Stored(task.path, task.version, "damaged", detail), b"")]
 
-    start, blocks = partial(ray_engine.ready, work), artifacts.blocks(tasks, BLOCK)
+    start, blocks = partial(ray_engine.ready, work), artifacts.blocks(tasks, RAY_BLOCK)
     for _, outcomes in ray_engine.map_blocks(start, blocks, lost, config.ray):
         yield outcomes
 
