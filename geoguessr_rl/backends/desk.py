@@ -34,8 +34,9 @@ class Desk:
         tiny: Whether it is the embedded world's.
         policy: The size of the model's photos.
         photos: Held-out photos for games, or why there are none.
-        report: The page of a report, or why there is none.
+        report: Where the report's page is looked for.
         uploads: Where the server puts what visitors send.
+        config: The resolved config.
         turn: Held by the one guess that runs.
     """
 
