@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -54,6 +55,12 @@ def cluster() -> Iterator[None]:
         with ray_engine.session("ray", Ray(workers=2)):
             yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough blocks for several workers in the small sources of these tests."""
+    monkeypatch.setattr(prepare, "RAY_BLOCK", 16)
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -145,8 +152,11 @@ def test_a_worker_that_is_killed_costs_nothing_but_its_block_again(
     out = tmp_path / "data"
     prepare.run(preparing(source, out, engine="ray", ray=Ray(workers=2)))
     assert written(out) == written(prepared)
-    again = [name for name in ray_faults.handled(tmp_path) if name in victims]
-    assert sorted(again) == sorted(victims * 2)
+    handled = Counter(ray_faults.handled(tmp_path))
+    # Three times where both lie in one block: it dies of one, and then of the other.
+    assert all(2 <= handled[victim] <= ray_engine.TRIES for victim in victims)
+    again = {name for name, times in handled.items() if times > 1}
+    assert len(again) <= len(victims) * prepare.RAY_BLOCK < len(handled)
 
 
 @pytest.fixture(scope="module")

@@ -71,8 +71,8 @@ def drive(head: tuple[str, str], tmp_path: Path) -> Iterator[Drive]:
         end = time.monotonic() + 240
         while driver.poll() is None and time.monotonic() < end:
             time.sleep(0.1)
-            # The second host goes while it works, some blocks after the first one was finished.
-            if lose and len(handled_by(notes)) == 2 and min(handled_by(notes).values()) > 12:
+            # The second host goes while it works, after its first block was finished.
+            if lose and len(handled_by(notes)) == 2 and min(handled_by(notes).values()) > 6:
                 unplug(head[1])
                 lose = False
         if driver.poll() is None:

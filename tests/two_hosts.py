@@ -114,6 +114,7 @@ def run_job(path: str) -> None:
     job = json.loads(Path(path).read_text())
     faults = {**job["faults"], "notes": Path(job["faults"]["notes"])}
     photos.examine = partial(ray_faults.examine, faults=faults)
+    prepare.RAY_BLOCK = 4  # enough blocks for two hosts in a small world
     predictions.start_answering = partial(ray_faults.start_answering, faults=faults)
     phases = {
         "data": (config.DataConfig, prepare.run),

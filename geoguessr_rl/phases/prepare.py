@@ -28,7 +28,7 @@ from geoguessr_rl.screen import active_reasons, require_reader
 
 STORED_GROWTH = 1.5
 """Disk that stored photos may take, over their bytes in the zip: quality 95 costs more."""
-RAY_BLOCK = 256
+RAY_BLOCK = 128
 """Photos that a Ray worker handles at a time: each task of Ray has a price of its own."""
 
 NAMED_IDS = 20  # ids that a message lists before it says how many more there are
