@@ -20,8 +20,8 @@ import jinja2
 
 from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.comparison import Comparison, paired_comparison
 from geoguessr_rl.config import EvalConfig, ExportConfig
-from geoguessr_rl.eval_metrics import Comparison, paired_comparison
 from geoguessr_rl.prompt import MAX_COMPLETION_TOKENS, build_messages
 from geoguessr_rl.records import Photo
 from geoguessr_rl.runs import Run, load_runs

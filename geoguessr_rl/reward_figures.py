@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geoguessr_rl.eval_metrics import interval_of_mean
+from geoguessr_rl.bootstrap import interval_of_mean
 from geoguessr_rl.records import Prediction
 from geoguessr_rl.reward import (
     BROAD_SCALE_KM,

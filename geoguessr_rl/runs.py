@@ -2,7 +2,7 @@
 
 A run's rows are scored again from the raw completions, so that its stored figures can only agree
 or be refused, and two runs are put side by side only where both did the same task. What the
-comparison says is `eval_metrics`' work.
+comparison says is the work of `comparison.py`.
 """
 
 import math

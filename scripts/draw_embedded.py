@@ -30,7 +30,7 @@ def main() -> None:
     world, tiny = args.output_dir / "world", args.output_dir / "tiny"
 
     from geoguessr_rl import embedded
-    from geoguessr_rl.backends.models import build_tiny
+    from geoguessr_rl.backends.tiny import build_tiny
 
     with artifacts.run_lock(args.output_dir):
         identity = {"seed": args.seed, "train": TRAIN, "test": TEST}

@@ -20,13 +20,13 @@ from geoguessr_rl.config import CONFIGS, DataConfig, GrpoConfig, load
 def build_world(root: Path) -> Path:
     """Draws a small embedded world, prepares it, and puts an untrained tiny model beside it."""
     from geoguessr_rl import embedded
-    from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.tiny import build_tiny
     from geoguessr_rl.phases import prepare
 
     embedded.draw_world(root / "world", train=48, test=24, seed=0)
     flags = {"source.root": root / "world", "output_dir": root / "data"}
     prepare.run(load(DataConfig, CONFIGS / "embedded/data.yaml", flags=flags))
-    models.build_tiny(root / "tiny", 0, embedded.sample_texts())
+    build_tiny(root / "tiny", 0, embedded.sample_texts())
     return root
 
 

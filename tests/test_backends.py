@@ -14,6 +14,7 @@ from PIL import Image
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import chat_messages, models, open_backend, open_photo, probe_adapter
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.backends.transformers import GumbelNoise, TransformersBackend
 from geoguessr_rl.config import Generation, Lora, Model
 from geoguessr_rl.records import Completion, Photo, Sampling
@@ -26,7 +27,7 @@ GREEDY = Sampling(max_tokens=10)
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     texts = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messages(s)]
-    models.build_tiny(folder, 0, texts)
+    build_tiny(folder, 0, texts)
     return folder
 
 

@@ -10,21 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geoguessr_rl import eval_metrics
+from geoguessr_rl import bootstrap, eval_metrics
+from geoguessr_rl.bootstrap import Interval, holm, interval_of_mean, paired_bootstrap, verdict
+from geoguessr_rl.comparison import changes_by_group, largest_changes, paired_comparison
 from geoguessr_rl.eval_metrics import (
-    Interval,
-    changes_by_group,
     compute_metrics,
     consensus,
-    holm,
-    interval_of_mean,
-    largest_changes,
     look_up,
     make_prediction,
-    paired_bootstrap,
-    paired_comparison,
     place_hits,
-    verdict,
 )
 from geoguessr_rl.prompt import format_completion
 from geoguessr_rl.records import Completion, FinishReason, Place, Prediction
@@ -285,7 +279,7 @@ def test_the_same_seed_gives_the_same_interval_and_chunks_change_nothing(
     first = paired_bootstrap(before, after)
     assert first == paired_bootstrap(before, after)
     assert first != paired_bootstrap(before, after, seed=1)
-    monkeypatch.setattr(eval_metrics, "_RESAMPLED_VALUES_AT_ONCE", 333)
+    monkeypatch.setattr(bootstrap, "RESAMPLED_AT_ONCE", 333)
     assert first == paired_bootstrap(before, after)
 
 
@@ -313,7 +307,7 @@ def test_one_photo_decides_nothing() -> None:
     interval = paired_bootstrap([0.0], [5000.0])
     assert (interval.low, interval.high) == (5000, 5000)  # the bootstrap of one knows no spread
     assert judge(interval, 1) == "not distinguishable at n = 1"
-    assert judge(interval, eval_metrics.MIN_PAIRS) == "better"  # what MIN_PAIRS holds back
+    assert judge(interval, bootstrap.MIN_PAIRS) == "better"  # what MIN_PAIRS holds back
 
 
 def test_a_falling_distance_is_the_better_one() -> None:
@@ -594,7 +588,7 @@ def test_groups_that_fell_most_come_first() -> None:
 def test_of_many_values_the_interval_is_the_normal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).exponential(1000, 3000)
     bootstrap = interval_of_mean(values)
-    monkeypatch.setattr(eval_metrics, "MANY", 2999)
+    monkeypatch.setattr("geoguessr_rl.bootstrap.MANY", 2999)
     normal = interval_of_mean(values)
     width = bootstrap[1] - bootstrap[0]
     assert normal != bootstrap

@@ -14,7 +14,8 @@ from conftest import scene
 
 from geoguessr_rl import artifacts
 from geoguessr_rl.backends import openai
-from geoguessr_rl.eval_metrics import consensus, interval_of_mean
+from geoguessr_rl.bootstrap import interval_of_mean
+from geoguessr_rl.eval_metrics import consensus
 from geoguessr_rl.prompt import format_completion
 from geoguessr_rl.records import Prediction
 

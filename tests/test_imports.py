@@ -18,8 +18,20 @@ FILES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "scripts").glob("*.py"
 LAYERS = [
     {"prompt", "parsing", "countries", "reward"},
     {"records", "config", "artifacts"},
-    {"images", "hub", "sources", "screen", "photos", "data", "eval_metrics", "budget", "embedded"}
-    | {"charts", "report_figures", "outlines", "world_map", "data_card", "places", "runs", "tables"}
+    {"images", "hub", "sources", "screen", "photos", "data", "budget", "embedded"}
+    | {"bootstrap", "eval_metrics", "comparison", "uncertainty"}
+    | {
+        "charts",
+        "report_figures",
+        "report_tables",
+        "reproduce",
+        "outlines",
+        "world_map",
+        "data_card",
+        "places",
+        "runs",
+        "tables",
+    }
     | {"reward_figures", "model_card", "upload"}
     | {"alarms", "samples", "demo_views", "exif", "game", "photo_drop", "space"},
     {"backends"},
@@ -150,7 +162,8 @@ def test_only_the_inner_modules_of_backends_import_heavy_libraries_at_their_top(
 
 
 def test_prompt_parsing_countries_and_reward_read_and_write_no_file() -> None:
-    for name in [*LAYERS[0], "eval_metrics", "budget"]:
+    arithmetic = {"bootstrap", "eval_metrics", "comparison", "uncertainty", "budget"}
+    for name in sorted(LAYERS[0] | arithmetic):
         roots = {one.split(".")[0] for one in imported(f"{PACKAGE}.{name}")}
         assert not roots & {"os", "pathlib", "shutil", "subprocess", "socket", "polars"}, name
 

@@ -19,10 +19,11 @@ import pytest
 from api_server import PAGE, ApiServer, Reply, Request, chat, now_and_then
 from conftest import scene
 
-from geoguessr_rl import artifacts, data, eval_metrics, prompt, runs
+from geoguessr_rl import artifacts, bootstrap, comparison, data, eval_metrics, prompt, runs
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import evaluation, models, openai, predictions
 from geoguessr_rl.backends.scripted import ScriptedBackend
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.config import CONFIGS, GrpoConfig, Lora, Model, load
 from geoguessr_rl.phases import score, train
 from geoguessr_rl.prompt import format_completion
@@ -141,7 +142,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
     root = tmp_path_factory.mktemp("zoo")
     texts = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messages(s)]
     for seed, name in enumerate(("base", "other")):
-        models.build_tiny(root / name, seed, texts)
+        build_tiny(root / name, seed, texts)
     base = models.load_model(Model(name=str(root / "base")), "cpu")
     model = get_peft_model(base, models.lora_config(Lora(r=4, alpha=8)))
     torch.manual_seed(0)
@@ -480,7 +481,8 @@ def test_catastrophes_stand_beside_a_mean_that_rose(
     if not guarded:
         tails = ("acc_at_km", "share_over_km")
         kept = tuple(m for m in eval_metrics.RATES if m.key.split(".")[0] not in tails)
-        monkeypatch.setattr(eval_metrics, "RATES", kept)
+        for module in (eval_metrics, comparison):
+            monkeypatch.setattr(module, "RATES", kept)
     before = {"*": format_completion("Germany", 54.0, 2.0, style="direct")}
     after = {
         one: format_completion("France", lat, lon, style="direct") for one, lat, lon, _ in photos
@@ -616,7 +618,7 @@ def test_a_difference_by_chance_is_not_called_a_gain(
     assert succeeded(shop.run("base", {"*": far, **first}))
     assert succeeded(shop.run("rl", {"*": far, **second}))
     if not guarded:
-        monkeypatch.setattr(eval_metrics, "CONFIDENCE", 0.0)
+        monkeypatch.setattr(bootstrap, "CONFIDENCE", 0.0)
     ended = shop.compare("base", "rl")
     assert succeeded(ended)
     head = shop.compared()["mean_geoscore"]
@@ -625,7 +627,7 @@ def test_a_difference_by_chance_is_not_called_a_gain(
     if not guarded:
         assert head["verdict"] == "better"
         return
-    assert eval_metrics.RESAMPLES == 10_000 and head["low"] < 0 < head["high"]
+    assert bootstrap.RESAMPLES == 10_000 and head["low"] < 0 < head["high"]
     assert "mean GeoScore is not distinguishable at n = 12" in ended.out
     written = (shop.folder / "compared.json").read_bytes()
     assert succeeded(shop.compare("base", "rl"))  # seeded
@@ -646,9 +648,9 @@ def test_few_photos_or_many_metrics_make_no_verdict(
     assert succeeded(shop.run("base", before, *limit))
     assert succeeded(shop.run("rl", after, *limit))
     if not guarded and guard == "pairs":
-        monkeypatch.setattr(eval_metrics, "MIN_PAIRS", 0)
+        monkeypatch.setattr(bootstrap, "MIN_PAIRS", 0)
     elif not guarded:
-        monkeypatch.setattr(eval_metrics, "holm", list)
+        monkeypatch.setattr(comparison, "holm", list)
     assert succeeded(shop.compare("base", "rl"))
     head = shop.compared()["mean_geoscore"]
     if guard == "pairs":

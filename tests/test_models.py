@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import models
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.backends.vllm import reserved_rank
 from geoguessr_rl.config import Lora, Model
 
@@ -24,7 +25,7 @@ TEXTS = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messag
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny")
-    models.build_tiny(out, 0, TEXTS)
+    build_tiny(out, 0, TEXTS)
     return out
 
 
@@ -36,7 +37,7 @@ def test_the_folder_loads_and_stays_tiny(folder: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
-    models.build_tiny(tmp_path, 0, TEXTS)
+    build_tiny(tmp_path, 0, TEXTS)
     for file in folder.iterdir():
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
 

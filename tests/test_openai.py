@@ -30,7 +30,6 @@ from geoguessr_rl import embedded
 from geoguessr_rl.artifacts import UserError, seed_for
 from geoguessr_rl.backends import open_backend
 from geoguessr_rl.backends import openai as backend_module
-from geoguessr_rl.backends.models import build_tiny
 from geoguessr_rl.backends.openai import (
     DEAD_AFTER,
     LONGEST_BACKOFF_SECONDS,
@@ -41,6 +40,7 @@ from geoguessr_rl.backends.openai import (
     retry_after,
     server_model,
 )
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.config import Generation, Model
 from geoguessr_rl.prompt import build_messages
 from geoguessr_rl.records import Completion, Photo, Sampling

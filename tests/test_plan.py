@@ -12,6 +12,7 @@ from PIL import Image
 from geoguessr_rl import budget, prompt
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends import models, planning
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.budget import ModelShape, RunShape
 from geoguessr_rl.config import CONFIGS, GrpoConfig, Lora, Model, load
 
@@ -24,7 +25,7 @@ PHOTO = (256, 192)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny")
-    models.build_tiny(out, 0, TEXTS)
+    build_tiny(out, 0, TEXTS)
     return out
 
 

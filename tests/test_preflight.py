@@ -24,6 +24,7 @@ from PIL import Image
 
 from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.backends import machine, models, planning, probes, rehearsal, stack
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.config import CONFIGS, DataConfig, GrpoConfig, Model, WarmupConfig, load
 from geoguessr_rl.phases import preflight, prepare, warmup
 from geoguessr_rl.phases.preflight import Check, Result, Subject
@@ -60,7 +61,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags: dict[str, Any] = {"source.root": root / "world", "output_dir": root / "data"}
     flags["contamination"] = {"max_hash_bits": None}
     prepare.run(load(DataConfig, EMBEDDED / "data.yaml", flags=flags))
-    models.build_tiny(root / "tiny", 0, embedded.sample_texts())
+    build_tiny(root / "tiny", 0, embedded.sample_texts())
     settings = {
         "model": Model(name=str(root / "tiny")),
         "prompt": {"style": "direct"},

@@ -24,7 +24,20 @@ from conftest import make_checkpoint
 from PIL import Image
 from scipy.stats import rankdata, spearmanr
 
-from geoguessr_rl import artifacts, charts, config, data, eval_metrics, report_figures, runs
+from geoguessr_rl import (
+    artifacts,
+    bootstrap,
+    charts,
+    config,
+    data,
+    eval_metrics,
+    report_figures,
+    report_tables,
+    reproduce,
+    runs,
+    tables,
+    uncertainty,
+)
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.config import EvalConfig
 from geoguessr_rl.eval_metrics import consensus, look_up, make_prediction
@@ -153,7 +166,7 @@ def test_the_lines_give_both_scores_the_interval_and_the_verdict(
 
 def test_every_headline_metric_stands_in_both_pages(evaluated: Evaluate, tmp_path: Path) -> None:
     md, html = write_report(evaluated("base", FRANCE), evaluated("rl", RIGHT), tmp_path)
-    for _, _, _, metrics in report.TABLE:
+    for _, _, _, metrics in tables.TABLE:
         for label in metrics.values():
             assert f"| {label} |" in md and f"<th>{label}</th>" in html
     for share in ("Within 25 km | 12.5 | 100.0 | +87.5", "Over 5,000 km off, or no place | 62.5"):
@@ -174,7 +187,7 @@ def test_a_falling_distance_is_better_and_a_rising_refusal_rate_is_worse(
 
 def test_the_weighted_mean_of_the_table_is_the_metrics_own(evaluated: Evaluate) -> None:
     (base, tuned), split = runs.load_runs([evaluated("base", FRANCE), evaluated("rl", RIGHT)])
-    found = report.compare(base, tuned, split.country_share)
+    found = report_tables.compare(base, tuned, split.country_share)
     for run, figure in ((base, "before"), (tuned, "after")):
         for metric, pair in found.items():
             stored = look_up(run.stored, metric)
@@ -528,7 +541,7 @@ def test_the_table_of_all_arms_holds_the_metrics_own_figures(
         if run is loaded[0]:
             assert (change, around, verdict) == ("–", "–", "the base")
             continue
-        pair = report.compare(loaded[0], run, split.country_share)["mean_geoscore"]
+        pair = report_tables.compare(loaded[0], run, split.country_share)["mean_geoscore"]
         assert change == report.number(pair.difference, "score", signed=True)
         ends = [report.number(end, "score", signed=True) for end in (pair.low, pair.high)]
         assert around == " to ".join(ends)
@@ -571,8 +584,8 @@ def test_both_means_stand_side_by_side_with_what_they_may_be_held_against(
     assert plain != weighted
     metric = eval_metrics.weighted_geoscore(base.rows, split.country_share)
     assert metric is not None
-    own = eval_metrics.interval_of_mean([metric.value(row) or 0.0 for row in base.rows])
-    assert weighted.endswith(f"({report.interval_text(own, 'score')})")
+    own = bootstrap.interval_of_mean([metric.value(row) or 0.0 for row in base.rows])
+    assert weighted.endswith(f"({report_tables.interval_text(own, 'score')})")
     for page in (md, html):
         assert "with nothing published" in page
         assert "comparable with GeoScores published on the full test set" in page
@@ -595,7 +608,7 @@ def test_every_arm_stands_among_the_published_numbers_in_order(
     lines = md.split("### Held")[1].split("##")[0].splitlines()
     rungs = [cells(line) for line in lines if re.search(r"\d \|$", line)]
     scores = [int(rung[1].replace(",", "")) for rung in rungs]
-    assert scores == sorted(scores) and len(scores) == len(report.PUBLISHED) + 3
+    assert scores == sorted(scores) and len(scores) == len(report_tables.PUBLISHED) + 3
     assert [rung[0] for rung in rungs if "*" in rung[0]] == [
         "**base (before)**", "**third**", "**rl (after)**",
     ]  # fmt: skip
@@ -605,12 +618,12 @@ def test_the_adjusted_p_stands_beside_each_verdict(evaluated: Evaluate, tmp_path
     folders = [evaluated("base", FRANCE), evaluated("rl", RIGHT)]
     md, html = write_report(*folders, tmp_path)
     (base, tuned), split = runs.load_runs(folders)
-    found = report.compare(base, tuned, split.country_share)
+    found = report_tables.compare(base, tuned, split.country_share)
     rows = [cells(line) for line in section(md, "Before and after").splitlines() if " / " in line]
     by_label = {row[0]: row[5] for row in rows}
-    labels = {m: label for *_, group in report.TABLE for m, label in group.items()}
+    labels = {m: label for *_, group in tables.TABLE for m, label in group.items()}
     for metric, pair in found.items():
-        assert by_label[labels[metric]] == report.p_value(pair.p)
+        assert by_label[labels[metric]] == report_tables.p_value(pair.p)
     assert len({*by_label.values()}) > 2
     for page in (md, html):
         assert "adjusted for the family of all metrics in this table" in page
@@ -618,7 +631,7 @@ def test_the_adjusted_p_stands_beside_each_verdict(evaluated: Evaluate, tmp_path
 
 
 def test_a_p_value_is_never_written_as_none() -> None:
-    assert [report.p_value(p) for p in (0.0002, 0.001, 0.0426, 1.0)] == [
+    assert [report_tables.p_value(p) for p in (0.0002, 0.001, 0.0426, 1.0)] == [
         "< 0.001", "0.001", "0.043", "1.000",
     ]  # fmt: skip
 
@@ -849,19 +862,19 @@ def test_the_confusions_stand_in_both_pages(evaluated: Evaluate, tmp_path: Path)
 
 def test_the_rank_correlation_is_spearmans_with_ties() -> None:
     rows = guesses(40, k=4)
-    found = eval_metrics.agreement(rows, resamples=200)
+    found = uncertainty.agreement(rows, resamples=200)
     assert found.left_out == 4 and len(found.spread) == 36
     assert found.correlation == pytest.approx(spearmanr(found.spread, found.error).statistic)
     tied = [row for row in rows if int(row.id[5:]) % 3]
     tied += [answer(f"tied{i}", ("FR", 48.86, 2.35), RIGHT[0], k) for i in range(5) for k in (0, 1)]
-    found = eval_metrics.agreement(tied, resamples=200)
+    found = uncertainty.agreement(tied, resamples=200)
     assert found.spread.count(0.0) == 5
     assert found.correlation == pytest.approx(spearmanr(found.spread, found.error).statistic)
 
 
 def test_spread_and_error_are_those_of_the_answers() -> None:
     rows = guesses(20, k=3)
-    found = eval_metrics.agreement(rows, resamples=50)
+    found = uncertainty.agreement(rows, resamples=50)
     photos = [samples for _, samples in sorted(eval_metrics.by_photo(rows).items())]
     placed = [photo for photo in photos if photo[0].pred_latitude is not None]
     for photo, spread, error in zip(placed, found.spread, found.error, strict=True):
@@ -877,7 +890,7 @@ def test_weighted_ranks_are_those_of_the_drawn_values() -> None:
     rng = np.random.default_rng(0)
     values = np.array([3.0, 1.0, 2.0, 2.0, math.inf, 1.0])
     weights = rng.multinomial(6, np.full(6, 1 / 6), size=50).astype(float)
-    ranks = eval_metrics._midranks(values, weights)
+    ranks = uncertainty._midranks(values, weights)
     for weight, rank in zip(weights, ranks, strict=True):
         drawn = np.repeat(np.arange(6), weight.astype(int))
         assert np.allclose(rank[drawn], rankdata(values[drawn]))
@@ -885,7 +898,7 @@ def test_weighted_ranks_are_those_of_the_drawn_values() -> None:
 
 def test_the_interval_and_the_shuffles_are_what_theory_says() -> None:
     rows = guesses(120, k=4)
-    found = eval_metrics.agreement(rows, resamples=4000)
+    found = uncertainty.agreement(rows, resamples=4000)
     n, rho = len(found.spread), found.correlation
     assert found.interval is not None and found.shuffled is not None and rho is not None
     half = 1.96 / math.sqrt(n - 1)
@@ -893,14 +906,14 @@ def test_the_interval_and_the_shuffles_are_what_theory_says() -> None:
     z = 1.96 * math.sqrt((1 + rho**2 / 2) / (n - 3))  # Bonett and Wright (2000)
     expected = (math.tanh(math.atanh(rho) - z), math.tanh(math.atanh(rho) + z))
     assert found.interval == pytest.approx(expected, abs=0.04)
-    assert found == eval_metrics.agreement(rows, resamples=4000)
+    assert found == uncertainty.agreement(rows, resamples=4000)
 
 
 def test_too_few_photos_or_no_variation_give_no_correlation() -> None:
     few = [row for row in guesses(6, k=2) if row.pred_country]
     equal = [answer(f"e{i}", ("FR", 48.86, 2.35), RIGHT[0], k) for i in range(9) for k in (0, 1)]
     for rows in (few, equal):
-        found = eval_metrics.agreement(rows, resamples=50)
+        found = uncertainty.agreement(rows, resamples=50)
         assert (found.correlation, found.interval, found.shuffled) == (None, None, None)
 
 
@@ -929,11 +942,11 @@ def test_k_answers_give_the_agreement_and_three_columns(
     loaded, _ = runs.load_runs(folders)
     lines = section(md, "Does agreement").splitlines()
     for run, side in zip(loaded, ("before", "after"), strict=True):
-        found = eval_metrics.agreement(run.rows)
+        found = uncertainty.agreement(run.rows)
         row = next(cells(line) for line in lines if line.startswith(f"| {side} "))
-        assert row[1] == report.correlation(found.correlation)
-        assert row[2] == report.correlations(found.interval)
-        assert row[3] == report.correlations(found.shuffled) and row[6] == "8"
+        assert row[1] == report_tables.correlation(found.correlation)
+        assert row[2] == report_tables.correlations(found.interval)
+        assert row[3] == report_tables.correlations(found.shuffled) and row[6] == "8"
         figures = [
             run.stored["of_k"][kind][key]
             for key in ("mean_geoscore", "country_acc")
@@ -948,7 +961,8 @@ def test_k_answers_give_the_agreement_and_three_columns(
             figures, texts[1:], ["score"] * 3 + ["share"] * 3, strict=True
         ):
             value, interval = (
-                report.number(figure["value"], unit), report.interval_text(figure["interval"], unit)
+                report.number(figure["value"], unit),
+                report_tables.interval_text(figure["interval"], unit),
             )  # fmt: skip
             assert text == f"{value} ({interval})"
     dots = re.search(r'<path class="dots" d="([^"]*)"', html)
@@ -968,7 +982,9 @@ def test_one_answer_a_photo_says_how_to_get_the_agreement(
 def test_the_verdict_on_the_spread_needs_both_intervals() -> None:
     def verdict(rho: float | None, low: float, above: float) -> str:
         ends = None if rho is None else ((low, 0.9), (-above, above))
-        return report._predicts(eval_metrics.Agreement([], [], 0, rho, *(ends or (None, None))))
+        return report_tables._predicts(
+            uncertainty.Agreement([], [], 0, rho, *(ends or (None, None)))
+        )
 
     assert verdict(0.5, 0.2, 0.3) == "predicts the error"
     assert verdict(0.25, 0.1, 0.3) == "tells no more than chance"  # as a shuffle may give
@@ -1096,13 +1112,13 @@ def test_a_models_command_names_its_adapter_without_a_path(
         "limit": 7,
     }
     local = replace(run, config=settings, identity={**run.identity, "model_files": "abc"})
-    assert report.evaluation_command(local) == (
+    assert reproduce.evaluation_command(local) == (
         "python scripts/run_eval.py --run_name base --split eval_osv --backend vllm "
         "--model 'tiny model' --lora checkpoint-9 --limit 7 --set model.dtype=float32 "
         "--set generation.temperature=0.5 --allow_base_mismatch"
     )
     hub = replace(run, config=EvalConfig().model_dump(mode="json"), identity={})
-    assert "--model Qwen/Qwen3-VL-4B-Instruct" in report.evaluation_command(hub)
+    assert "--model Qwen/Qwen3-VL-4B-Instruct" in reproduce.evaluation_command(hub)
 
 
 def test_versions_and_hashes_are_those_of_the_runs(evaluated: Evaluate, tmp_path: Path) -> None:

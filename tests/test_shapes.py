@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from geoguessr_rl import artifacts
+from geoguessr_rl.bootstrap import paired_bootstrap
 from geoguessr_rl.config import (
     CONFIGS,
     DataConfig,
@@ -19,7 +20,6 @@ from geoguessr_rl.config import (
     WarmupConfig,
     load,
 )  # fmt: skip
-from geoguessr_rl.eval_metrics import paired_bootstrap
 from geoguessr_rl.prompt import PROMPT_STYLES
 from geoguessr_rl.records import Prediction
 from geoguessr_rl.reward import SHAPE_NAMES
@@ -36,12 +36,12 @@ def embedded_config(cls: type, name: str, **flags: Any) -> Any:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded world as the quickstart draws it, prepared."""
     from geoguessr_rl import embedded
-    from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.tiny import build_tiny
     from geoguessr_rl.phases import prepare
 
     root = tmp_path_factory.mktemp("shapes")
     embedded.draw_world(root / "world", train=2000, test=400, seed=0)
-    models.build_tiny(root / "tiny", 0, embedded.sample_texts())
+    build_tiny(root / "tiny", 0, embedded.sample_texts())
     keys = {"source.root": root / "world", "output_dir": root / "data"}
     prepare.run(embedded_config(DataConfig, "data", **keys))
     return root

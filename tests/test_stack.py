@@ -16,7 +16,8 @@ from PIL import Image
 
 from geoguessr_rl import prompt
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import models, stack
+from geoguessr_rl.backends import stack
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.config import GrpoConfig
 from geoguessr_rl.phases import train
 from geoguessr_rl.records import Photo
@@ -32,7 +33,7 @@ SIZES = [(160, 96), (96, 160), (256, 128), (64, 64)]
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     texts = [m["content"] for s in prompt.PROMPT_STYLES for m in prompt.build_messages(s)]
-    models.build_tiny(folder, 0, [*texts, prompt.format_completion("Chile", 1, 2, style="direct")])
+    build_tiny(folder, 0, [*texts, prompt.format_completion("Chile", 1, 2, style="direct")])
     return folder
 
 

@@ -12,7 +12,8 @@ from small_runs import lucky_functions, small_run
 
 from geoguessr_rl import data, embedded
 from geoguessr_rl.artifacts import UserError
-from geoguessr_rl.backends import models, stack
+from geoguessr_rl.backends import stack
+from geoguessr_rl.backends.tiny import build_tiny
 from geoguessr_rl.config import CONFIGS, GrpoConfig, load
 from geoguessr_rl.phases import train
 from geoguessr_rl.records import Photo
@@ -264,7 +265,7 @@ def test_a_resume_under_another_reward_or_model_is_refused(world: Path, lucky: N
         train.run(config.model_copy(update={"trainer": trainer}))
     # The folder of the base model holds other weights now.
     shutil.copytree(world / "tiny", world / "kept")
-    models.build_tiny(world / "tiny", 1, embedded.sample_texts())
+    build_tiny(world / "tiny", 1, embedded.sample_texts())
     try:
         with pytest.raises(UserError, match="holds another run: model_files was"):
             train.run(config)

@@ -55,11 +55,12 @@ def test_a_hot_spot_outside_the_data_is_refused() -> None:
 
 def test_steps_teach_and_a_finished_warm_up_is_not_repeated(tmp_path: Path) -> None:
     from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.tiny import build_tiny
 
     embedded.draw_world(tmp_path / "world", train=24, test=12, seed=0)
     flags = {"source.root": tmp_path / "world", "output_dir": tmp_path / "data"}
     prepare.run(load(DataConfig, CONFIGS / "embedded/data.yaml", flags=flags))
-    models.build_tiny(tmp_path / "tiny", 0, embedded.sample_texts())
+    build_tiny(tmp_path / "tiny", 0, embedded.sample_texts())
     config = load(
         WarmupConfig,
         CONFIGS / "embedded/warmup.yaml",

@@ -15,15 +15,9 @@ from typing import Any
 from geoguessr_rl import artifacts
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.evaluation import evaluate, require_adapters, shared_engine
+from geoguessr_rl.bootstrap import Interval, holm, paired_bootstrap, verdict
 from geoguessr_rl.config import EvalConfig
-from geoguessr_rl.eval_metrics import (
-    Interval,
-    RowValue,
-    by_photo,
-    holm,
-    paired_bootstrap,
-    verdict,
-)
+from geoguessr_rl.eval_metrics import RowValue, by_photo
 from geoguessr_rl.runs import Run, load_runs
 from geoguessr_rl.tables import columns, number
 

@@ -14,8 +14,9 @@ from geoguessr_rl import artifacts
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.backends.evaluation import evaluate, require_adapters, shared_engine
 from geoguessr_rl.backends.predictions import find_adapter
+from geoguessr_rl.bootstrap import paired_bootstrap
 from geoguessr_rl.config import EvalConfig
-from geoguessr_rl.eval_metrics import by_photo, paired_bootstrap
+from geoguessr_rl.eval_metrics import by_photo
 from geoguessr_rl.records import Prediction
 from geoguessr_rl.tables import columns, number
 

@@ -11,14 +11,9 @@ from typing import Any
 
 from geoguessr_rl import artifacts
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.bootstrap import CONFIDENCE
+from geoguessr_rl.comparison import Comparison, GroupChange, changes_by_group, paired_comparison
 from geoguessr_rl.countries import continent_of
-from geoguessr_rl.eval_metrics import (
-    CONFIDENCE,
-    Comparison,
-    GroupChange,
-    changes_by_group,
-    paired_comparison,
-)
 from geoguessr_rl.runs import Run, load_runs
 from geoguessr_rl.tables import TABLE, columns, country_name, number
 

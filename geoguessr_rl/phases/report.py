@@ -7,12 +7,9 @@ no dates and no scripts, and ask the network for nothing.
 """
 
 import base64
-import json
 import math
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +18,29 @@ import numpy as np
 
 from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.artifacts import UserError
+from geoguessr_rl.bootstrap import CONFIDENCE, RESAMPLES
 from geoguessr_rl.charts import chart, running_mean
-from geoguessr_rl.config import EvalConfig
-from geoguessr_rl.eval_metrics import (
-    CONFIDENCE,
-    RESAMPLES,
-    Agreement,
-    Comparison,
-    agreement,
-    by_photo,
-    consensus,
-    interval_of_mean,
-    largest_changes,
-    paired_comparison,
-    weighted_geoscore,
-)
+from geoguessr_rl.comparison import largest_changes
+from geoguessr_rl.eval_metrics import by_photo, consensus
 from geoguessr_rl.outlines import land_path
 from geoguessr_rl.records import Photo, Prediction
-from geoguessr_rl.report_figures import MAPPED, confusion, guess_map, log_scatter
+from geoguessr_rl.report_figures import MAPPED, confusion, guess_map
+from geoguessr_rl.report_tables import (
+    agreements,
+    arms,
+    compare,
+    conditions,
+    interval_text,
+    ladder,
+    means,
+    of_k,
+    table,
+    tone,
+)
+from geoguessr_rl.reproduce import describe, reproduce
 from geoguessr_rl.reward import GEOSCORE_MAX
 from geoguessr_rl.runs import Run, load_runs
-from geoguessr_rl.tables import TABLE, clues, country_name, inert, number, place, printable
+from geoguessr_rl.tables import clues, country_name, inert, number, place, printable
 
 LISTED = 10  # rows of the lists of countries
 CLUES = 280  # characters of a card's clues; the whole answer stands below them
@@ -53,16 +52,6 @@ CLUES = 280  # characters of a card's clues; the whole answer stands below them
 COLLAPSE_SHARE = 0.25
 COLLAPSE_TIMES = 3
 
-# GeoScores published on the full OSV-5M test set, except where the name says otherwise.
-PUBLISHED = (
-    ("A random point on land", 328),
-    ("Human annotators", 1009),
-    ("Average GeoGuessr player, about", 2109),
-    ("Claude 3.5 Sonnet, zero-shot", 2269),
-    ("Small head on CLIP B/32 (a hobby project, on one test shard)", 2496),
-    ("Best OSV-5M classifier", 3361),
-    ("Expert player, about", 4579),
-)
 
 # The training curves: title, axis, factor, and each series with its key in the log.
 CURVES: tuple[tuple[str, str, float, dict[str, str]], ...] = (
@@ -85,145 +74,6 @@ CURVES: tuple[tuple[str, str, float, dict[str, str]], ...] = (
         {"frac_reward_zero_std": "frac_reward_zero_std"},
     ),
 )  # fmt: skip
-
-
-def compare(base: Run, tuned: Run, share: Mapping[str, float]) -> dict[str, Comparison]:
-    """Compares every metric of the table, photo by photo."""
-    pairs = paired_comparison(
-        base.rows, tuned.rows, country_weights=share, hits=(base.hits, tuned.hits)
-    )
-    return {pair.metric: pair for pair in pairs}
-
-
-def table(found: Mapping[str, Comparison]) -> list[dict[str, Any]]:
-    """Returns the groups of the before-and-after table with every figure written out."""
-
-    def line(pair: Comparison, label: str, unit: str) -> dict[str, Any]:
-        return {
-            "label": label,
-            "before": number(pair.before, unit),
-            "after": number(pair.after, unit),
-            "change": number(pair.difference, unit, signed=True),
-            "interval": interval_text((pair.low, pair.high), unit, signed=True),
-            "p": p_value(pair.p),
-            "photos": (pair.better, pair.worse, pair.ties),
-            "verdict": pair.verdict.partition(" at n")[0],
-            "tone": tone(pair),
-        }
-
-    return [
-        {
-            "title": title,
-            "rows": [line(found[m], label, unit) for m, label in metrics.items() if m in found],
-        }
-        for title, unit, _, metrics in TABLE
-    ]
-
-
-def p_value(p: float) -> str:
-    """Writes a p-value with three digits, and never as none at all."""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def tone(pair: Comparison) -> str:
-    """Returns the class of a verdict, which decides its colour."""
-    return pair.verdict if pair.verdict in ("better", "worse") else "open"
-
-
-def interval_text(ends: Sequence[float | None] | None, unit: str, *, signed: bool = False) -> str:
-    """Writes an interval as "low to high"; a dash without one."""
-    return " to ".join(number(end, unit, signed=signed) for end in ends) if ends else "–"
-
-
-def arms(runs: Sequence[Run], found: Sequence[Mapping[str, Comparison]]) -> list[dict[str, Any]]:
-    """Returns the table of all arms: each run's figures, and what parts it from the first.
-
-    A verdict is that of the run's own comparison with the base, so that a further arm changes none.
-
-    Args:
-        runs: The base first.
-        found: The comparison of every other run with it.
-    """
-    rows = []
-    for run, pairs in zip(runs, [found[0], *found], strict=True):
-        figures = {m: pair.before if run is runs[0] else pair.after for m, pair in pairs.items()}
-        head, ends = pairs["mean_geoscore"], run.stored["intervals"]["mean_geoscore"]
-        row = {
-            "name": run.name,
-            "mean": figures["mean_geoscore"],
-            "ends": ends,
-            "score": number(figures["mean_geoscore"], "score"),
-            "interval": interval_text(ends, "score"),
-            "country": number(figures["country_acc"], "share"),
-            "median": number(figures["median_km"], "km"),
-            "format": number(figures["format_rate"], "share"),
-            "change": "",
-            "change_interval": "",
-            "verdict": "",
-            "tone": "open",
-        }
-        if run is not runs[0]:
-            row["change"] = number(head.difference, "score", signed=True)
-            row["change_interval"] = interval_text((head.low, head.high), "score", signed=True)
-            row["verdict"] = head.verdict.partition(" at n")[0]
-            row["tone"] = tone(head)
-        rows.append(row)
-    return rows
-
-
-def of_k(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns mean-of-K, best-of-K and consensus-of-K of each run; nothing where K is 1."""
-    return [
-        {
-            "name": run.name,
-            "cells": [
-                (
-                    number(figures[key]["value"], unit),
-                    interval_text(figures[key]["interval"], unit),
-                )
-                for key, unit in (("mean_geoscore", "score"), ("country_acc", "share"))
-                for figures in run.stored["of_k"].values()
-            ],
-        }
-        for run in runs
-        if run.stored["of_k"]
-    ]
-
-
-def means(
-    base: Run, tuned: Run, found: Mapping[str, Comparison], share: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Returns the mean over photos and the mean weighted by country share, with both intervals."""
-    cards = []
-    for key, title in (
-        ("mean_geoscore", "Every photo counts the same"),
-        ("mean_geoscore_weighted", "Countries weighted by their share"),
-    ):
-        if key not in found:
-            continue
-        own = []
-        for run in (base, tuned):
-            weighted = weighted_geoscore(run.rows, share) if key != "mean_geoscore" else None
-            values = [
-                float(np.mean([weighted.value(row) if weighted else row.geoscore for row in rows]))
-                for rows in by_photo(run.rows).values()
-            ]
-            own.append(interval_text(interval_of_mean(values), "score"))
-        pair = found[key]
-        cards.append(
-            {
-                "key": key,
-                "title": title,
-                "before": number(pair.before, "score"),
-                "after": number(pair.after, "score"),
-                "own": own,
-                "change": number(pair.difference, "score", signed=True),
-                "interval": interval_text((pair.low, pair.high), "score", signed=True),
-                "verdict": pair.verdict,
-                "tone": tone(pair),
-            }
-        )
-    return cards
 
 
 def collapse(run: Run) -> tuple[str, float, float] | None:
@@ -445,215 +295,9 @@ def change_map(base: Run, tuned: Run) -> dict[str, Any]:
     }
 
 
-def shown(name: str, *, local: bool = False) -> str:
-    """Returns a model's name, and of a folder its last part alone: pages name no machine's path."""
-    return Path(name).name if local or Path(name).is_absolute() else name
-
-
-def describe(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Returns what the runs are: a label and one text a run, where they may differ."""
-
-    def line(run: Run) -> dict[str, str]:
-        identity, tokens = run.identity, run.stored["completion_tokens"]
-        adapter = "none"
-        if identity["adapter"] is not None:
-            lora = run.config["lora"]
-            adapter = f"{lora and Path(lora).name} (weights {identity['adapter']})"
-            if run.stored["allow_base_mismatch"]:
-                adapter += ", base mismatch allowed"
-        local = identity["backend"] != "scripted" and identity.get("model_files") is not None
-        return {
-            "Run": run.name,
-            "Model": shown(identity["model"], local=local)
-            + (f" ({dtype})" if (dtype := identity.get("dtype")) else ""),
-            "Adapter": adapter,
-            "Prompt style": identity["prompt_style"],
-            "Backend": identity["backend"],
-            "Completion tokens": ", ".join(f"{key} {value}" for key, value in tokens.items()),
-        }
-
-    lines = [line(run) for run in runs]
-    return [(label, [one[label] for one in lines]) for label in lines[0]]
-
-
-# Settings that a backend does not read; they are left out of its command.
-UNREAD = {
-    "scripted": (
-        "model.",
-        "generation.vllm.",
-        "generation.api.",
-        "generation.batch",
-        "generation.dev",
-    ),
-    "openai": ("generation.vllm.", "generation.script", "generation.batch", "generation.dev"),
-    "vllm": ("generation.api.", "generation.script", "generation.batch"),
-    "transformers": ("generation.vllm.", "generation.api.", "generation.script"),
-}
-FLAGS = {
-    "run_name": "--run_name", "split": "--split", "generation.backend": "--backend",
-    "model.name": "--model", "lora": "--lora", "samples": "--samples", "limit": "--limit",
-}  # fmt: skip
-ALWAYS = ("run_name", "split", "generation.backend", "model.name", "generation.script")
-
-
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, Mapping)
-        flat |= _dotted(value, f"{prefix}{key}.") if inner else {prefix + key: value}
-    return flat
-
-
-def evaluation_command(run: Run) -> str:
-    """Returns the command that makes a run again: its settings where they are not the defaults.
-
-    Folders stand by their name alone, and photos and results in the default folders.
-    """
-    settings = _dotted(run.config)
-    default = _dotted(EvalConfig().model_dump(mode="json"))
-    backend = settings["generation.backend"]
-    local = run.identity.get("model_files") is not None
-    flags: dict[str, str] = {}
-    rest = []
-    for key, value in settings.items():
-        if key in ("data_dir", "output_dir") or key.startswith(UNREAD[backend]):
-            continue
-        if value == default.get(key) and key not in ALWAYS:
-            continue
-        if key == "allow_base_mismatch":
-            rest.append("--allow_base_mismatch")
-            continue
-        text = json.dumps(value) if not isinstance(value, str) else value
-        if key == "model.name":
-            text = shown(text, local=local)
-        elif key in ("lora", "generation.script"):
-            text = Path(text).name
-        if key in FLAGS:
-            flags[key] = f"{FLAGS[key]} {shlex.quote(text)}"
-        else:
-            rest.append(f"--set {shlex.quote(f'{key}={text}')}")
-    ordered = [flags[key] for key in FLAGS if key in flags]
-    return printable(" ".join(["python scripts/run_eval.py", *ordered, *rest]))
-
-
-def reproduce(runs: Sequence[Run], training: Path | None) -> dict[str, Any]:
-    """Returns the commands, versions and hashes that the pages come from."""
-    default = EvalConfig().output_dir
-    folders = [shlex.quote(str(default / run.name / run.identity["split"])) for run in runs]
-    last = ["python scripts/write_report.py", *folders]
-    if training is not None:
-        last.append(f"--training {shlex.quote(training.resolve().name)}")
-    headers = [artifacts.read_header(run.folder / artifacts.PREDICTIONS) or {} for run in runs]
-    versions = [header.get("versions", {}) for header in headers]
-    libraries = [name for name in artifacts.LIBRARIES if any(name in one for one in versions)]
-    hashes = [
-        (
-            str(run.identity.get("model_files") or "by name alone"),
-            str(run.identity["adapter"] or "no adapter"),
-            artifacts.file_sha256(run.folder / artifacts.PREDICTIONS)[:16],
-        )
-        for run in runs
-    ]
-    labels = ("Model files", "Adapter", artifacts.PREDICTIONS)
-    return {
-        "commands": [*map(evaluation_command, runs), " ".join(last)],
-        "names": [run.name for run in runs],
-        "rows": [
-            *((name, [one.get(name, "–") for one in versions]) for name in libraries),
-            *((label, [one[i] for one in hashes]) for i, label in enumerate(labels)),
-        ],
-        "version": version("geoguessr-rl"),
-    }
-
-
-def agreements(base: Run, tuned: Run) -> dict[str, Any] | None:
-    """Returns whether the spread of K answers predicts their error; None where K is 1."""
-    if base.stored["samples"] < 2:
-        return None
-    rows = []
-    for side, run in (("before", base), ("after", tuned)):
-        found = agreement(run.rows)
-        by_spread = [error for _, error in sorted(zip(found.spread, found.error, strict=True))]
-        third = len(by_spread) // 3
-        ends = (by_spread[:third], by_spread[-third:]) if third else ((), ())
-        rows.append(
-            {
-                "side": side,
-                "photos": len(found.spread),
-                "left_out": found.left_out,
-                "rho": correlation(found.correlation),
-                "interval": correlations(found.interval),
-                "shuffled": correlations(found.shuffled),
-                "thirds": [number(float(np.median(end)), "km") if end else "–" for end in ends],
-                "verdict": _predicts(found),
-            }
-        )
-    return {
-        "rows": rows,
-        "k": base.stored["samples"],
-        "scatter": log_scatter(zip(found.spread, found.error, strict=True)),
-    }
-
-
-def _predicts(found: Agreement) -> str:
-    """Says whether the spread tells more than chance would, and more than nothing."""
-    if found.correlation is None or found.interval is None or found.shuffled is None:
-        return "has too few photos to tell"
-    if found.interval[0] > 0 and found.correlation > found.shuffled[1]:
-        return "predicts the error"
-    return "tells no more than chance"
-
-
-def correlation(value: float | None) -> str:
-    """Writes a correlation with two digits and a real minus."""
-    return "–" if value is None else f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
-
-
-def correlations(ends: tuple[float, float] | None) -> str:
-    """Writes an interval of correlations."""
-    return " to ".join(map(correlation, ends)) if ends else "–"
-
-
 def consensus_rows(run: Run) -> list[Prediction]:
     """Returns one answer a photo: of K the one that is nearest to the others."""
     return [consensus(rows) for rows in by_photo(run.rows).values()]
-
-
-def conditions(base: Run) -> list[tuple[str, str]]:
-    """Returns what all runs have in common."""
-    identity, sampling, metrics = base.identity, base.identity["sampling"], base.stored
-    how = (
-        "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
-    ) + f", top-p {sampling['top_p']:g}, {sampling['max_tokens']} tokens at most"
-    image = identity["image"]
-    countries = len({row.country_iso2 for row in base.rows})
-    return [
-        ("Split", f"{identity['split']} (fingerprint {identity['split_fingerprint']})"),
-        ("Photos", f"{metrics['n'] // metrics['samples']:,} in {countries} countries"),
-        ("Sampling", f"{how}, {sampling['n']} a photo, seed {sampling['seed']}"),
-        ("Photo size", ", ".join(f"{key} {value}" for key, value in image.items())),
-        ("Score version", identity["score_version"]),
-    ]
-
-
-def ladder(
-    runs: Sequence[Run], found: Sequence[Mapping[str, Comparison]]
-) -> list[tuple[str, float, bool]]:
-    """Returns the published GeoScores and the runs' own, lowest first; True marks a run's."""
-    weighted = [pairs["mean_geoscore_weighted"] for pairs in found]
-    own = [weighted[0].before, *(pair.after for pair in weighted)]
-    sides = ["before", "after", *[""] * (len(runs) - 2)]
-    return sorted(
-        [
-            *((name, float(score), False) for name, score in PUBLISHED),
-            *(
-                (f"{run.name} ({side})" if side else run.name, score or 0.0, True)
-                for run, side, score in zip(runs, sides, own, strict=True)
-            ),
-        ],
-        key=lambda rung: rung[1],
-    )
 
 
 def run(
