@@ -151,5 +151,6 @@ def test_no_photo_is_tracked() -> None:
     found = {
         path.relative_to(ROOT).as_posix() for path in tracked() if path.suffix.lower() in suffixes
     }
-    ours = {f"runbook/pictures/demo_{tab}.webp" for tab in ("guess", "play")}  # of drawings
+    of_drawings = ("demo_guess", "demo_play", "report")
+    ours = {f"runbook/pictures/{name}.webp" for name in of_drawings}
     assert found == ours
