@@ -2,7 +2,8 @@
 
 Files are the interface between phases, so this module decides once how one is written: beside its
 final name and then renamed, so that a reader never sees half a file; by one process at a time; and
-with a fingerprint that says what it was made from. It holds no science.
+with a fingerprint that says what it was made from. It holds no science. It is long because each of
+these is decided here alone.
 """
 
 import hashlib

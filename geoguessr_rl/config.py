@@ -2,7 +2,8 @@
 
 Defaults < file < `--set a.b=value` < named flags, validated once. A key that is unknown, given
 twice or ill-typed is an error that names the key, the file and the nearest valid key. Constants
-that define a measurement live in code; what a user tunes lives in these files.
+that define a measurement live in code; what a user tunes lives in these files. It is long because
+every key, its default and its bounds are looked up in one place.
 """
 
 import argparse

@@ -6,7 +6,8 @@ them, as a player does. Light, weather, time of day, hills, houses and cars are 
 photo and mean nothing. The whole pipeline runs on these photos without a download or a GPU.
 
 It says nothing about real photos: the countries are real, what their roadsides look like here is
-not, and a score on this world measures the pipeline only.
+not, and a score on this world measures the pipeline only. It is long because all that is drawn is
+drawn here.
 """
 
 import csv

@@ -3,7 +3,8 @@
 The Hub's client starts a file anew in every process and after most broken connections; files of
 3 GB over a home line may then never end. Here a file grows in `<checksum>.part` beside its later
 place, by ranged requests, until its checksum fits; the client then finds it as if it had fetched
-it. Which files to fetch, and what they hold, is the callers' business.
+it. Which files to fetch, and what they hold, is the callers' business. It is long because each way
+in which a transfer breaks has an answer of its own here.
 """
 
 import errno

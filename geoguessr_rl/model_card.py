@@ -2,7 +2,8 @@
 
 Everything on the card is read from what the phases wrote; what is missing is said to be missing.
 The card holds no dates and no paths, so that the same run gives the same card wherever it lies.
-This module decides what is said, the template beside it how it reads.
+This module decides what is said, the template beside it how it reads. It is long because a card has
+many parts, each of which may be missing.
 """
 
 import json

@@ -8,6 +8,7 @@ well the real model learns. Heavy libraries are imported inside the function.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from geoguessr_rl import prompt
 
@@ -64,19 +65,38 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
             Any other text still encodes, byte by byte.
     """
     import torch
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import (
-        GenerationConfig,
-        PreTrainedTokenizerFast,
-        Qwen2VLImageProcessor,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    processor = _processor(_tokenizer(texts))
+    config = _config(processor.tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    # It samples, as Qwen3-VL's does: a backend that forgets to say "greedy" shows here too.
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        bos_token_id=config.text_config.bos_token_id,
+        eos_token_id=[config.text_config.eos_token_id, config.text_config.pad_token_id],
+        pad_token_id=config.text_config.pad_token_id,
+    )
+    model.save_pretrained(out_dir)
+    processor.save_pretrained(out_dir)
+    # Older readers (vLLM among them) look for the image processor's own file.
+    (out_dir / "preprocessor_config.json").write_text(
+        json.dumps(processor.image_processor.to_dict(), indent=2, sort_keys=True) + "\n",
+        encoding="utf-8",
+    )
+
+
+def _tokenizer(texts: Sequence[str]) -> Any:
+    """Returns a byte-level BPE tokenizer with Qwen3-VL's special tokens, trained on the texts."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -99,7 +119,7 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
     bpe.train_from_iterator(texts, trainer)
     # Added, but not special: decoding with `skip_special_tokens` has to keep them.
     bpe.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in _TAGS])
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -107,6 +127,12 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
         model_max_length=4096,
         padding_side="left",
     )
+
+
+def _processor(tokenizer: Any) -> Any:
+    """Returns Qwen3-VL's processor, which resizes no photo of the image policy."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
     pixels = {
         "size": {"shortest_edge": _MIN_PIXELS, "longest_edge": _MAX_PIXELS},
         "patch_size": 16,
@@ -115,15 +141,20 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    processor = Qwen3VLProcessor(
+    return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**pixels),
         tokenizer=tokenizer,
         video_processor=Qwen3VLVideoProcessor(**pixels),
         chat_template=_CHAT_TEMPLATE,
     )
 
+
+def _config(tokenizer: Any) -> Any:
+    """Returns the shape: two layers each of vision and language."""
+    from transformers import Qwen3VLConfig
+
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _SPECIAL_TOKENS}
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": 96,
@@ -163,24 +194,4 @@ def build_tiny(out_dir: Path, seed: int, texts: Sequence[str]) -> None:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
-    # It samples, as Qwen3-VL's does: a backend that forgets to say "greedy" shows here too.
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=0.7,
-        top_p=0.8,
-        top_k=20,
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]],
-        pad_token_id=ids["<|endoftext|>"],
-    )
-    model.save_pretrained(out_dir)
-    processor.save_pretrained(out_dir)
-    # Older readers (vLLM among them) look for the image processor's own file.
-    (out_dir / "preprocessor_config.json").write_text(
-        json.dumps(processor.image_processor.to_dict(), indent=2, sort_keys=True) + "\n",
-        encoding="utf-8",
     )

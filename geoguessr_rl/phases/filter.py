@@ -85,12 +85,8 @@ def run(config: FilterConfig) -> dict[str, Any]:
         config = config.model_copy(update={"lora": lora})
     out = config.output_dir
     with artifacts.run_lock(out), ray_engine.session(config.engine, config.ray):
-        described = identity(pool, config, sampling)
-        artifacts.claim(
-            out / artifacts.IDENTITY,
-            {**described, "cap": config.cap},
-            holds_work=holds_work(out),
-        )
+        described = {**identity(pool, config, sampling), "cap": config.cap}
+        artifacts.claim(out / artifacts.IDENTITY, described, holds_work=holds_work(out))
         artifacts.write_json(out / artifacts.RESOLVED_CONFIG, config)
         rows = generate(
             out / artifacts.PREDICTIONS,
@@ -103,34 +99,21 @@ def run(config: FilterConfig) -> dict[str, Any]:
             lora=config.lora,
             ray=config.ray if config.engine == "ray" else None,
         )
-        answered = sum(row.outcome != "error" for row in rows)
-        if missing := len(photos) * sampling.n - answered:
+        if missing := len(photos) * sampling.n - sum(row.outcome != "error" for row in rows):
             raise UserError(
                 f"{missing} completions did not arrive; run the same command again, which asks for "
                 "these alone"
             )
         stats = group_stats(rows)
-        min_std = config.min_std
-        set_a = learnable(stats, n=config.completions, min_std=min_std)
-        if len(set_a) < config.min_rows:
-            min_std = config.fallback_std
-            print(
-                f"only {len(set_a)} photos deviate by more than {config.min_std}; "
-                f"the threshold drops to {min_std}"
-            )
-            set_a = learnable(stats, n=config.completions, min_std=min_std)
-        if not set_a:
-            raise UserError(
-                f"the base answers all {len(photos)} photos alike, so nothing is learnable; check "
-                f"the completions in {out / artifacts.PREDICTIONS}"
-            )
+        min_std, set_a = _torn(stats, config)
         rng = random.Random(config.seed)
         rest = sorted(stats.keys() - set(set_a))
         set_b = rng.sample(rest, round(config.rest_share * len(rest)))
         kept = sorted([*set_a, *set_b])
         rng.shuffle(kept)
         _publish(config.data_dir, pool, kept, stats)
-        countries = Counter(photo.country_iso2 for photo in photos if photo.id in set(kept))
+        left = set(kept)
+        countries = Counter(photo.country_iso2 for photo in photos if photo.id in left)
         summary = {
             "photos": len(photos),
             "completions_a_photo": config.completions,
@@ -146,6 +129,25 @@ def run(config: FilterConfig) -> dict[str, Any]:
         }
         artifacts.write_json(out / STATS, summary)
     return summary
+
+
+def _torn(stats: dict[str, dict[str, float]], config: FilterConfig) -> tuple[float, list[str]]:
+    """Returns set A and the threshold that it took; a lower one where too few photos deviate."""
+    min_std = config.min_std
+    set_a = learnable(stats, n=config.completions, min_std=min_std)
+    if len(set_a) < config.min_rows:
+        min_std = config.fallback_std
+        print(
+            f"only {len(set_a)} photos deviate by more than {config.min_std}; "
+            f"the threshold drops to {min_std}"
+        )
+        set_a = learnable(stats, n=config.completions, min_std=min_std)
+    if not set_a:
+        raise UserError(
+            f"the base answers all {len(stats)} photos alike, so nothing is learnable; check "
+            f"the completions in {config.output_dir / artifacts.PREDICTIONS}"
+        )
+    return min_std, set_a
 
 
 def _publish(

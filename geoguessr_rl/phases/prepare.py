@@ -2,7 +2,8 @@
 
 Evaluation is drawn first and train is cleared of whatever lies near it or looks like it, so that no
 photo, walk or place is both learned and measured. A photo that is unfit is replaced by the next one
-of its country, and everything that was left out is counted in `summary.json`.
+of its country, and everything that was left out is counted in `summary.json`. It is long because
+what is drawn, stored and counted depends on the order in which these steps come.
 """
 
 import re

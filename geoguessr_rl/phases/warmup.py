@@ -9,6 +9,7 @@ import random
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from geoguessr_rl import artifacts, data
@@ -92,13 +93,6 @@ def run(config: WarmupConfig) -> dict[str, Any]:
     columns = data.training_columns(order, config.prompt.style)
     columns["completion"] = [[{"role": "assistant", "content": text}] for text in completions]
 
-    import torch
-    from datasets import Dataset, Image
-    from trl import SFTConfig, SFTTrainer
-
-    from geoguessr_rl.backends import models
-    from geoguessr_rl.backends.progress import Column, show_table
-
     out = config.output_dir
     with artifacts.run_lock(out):
         identity = {
@@ -116,53 +110,71 @@ def run(config: WarmupConfig) -> dict[str, Any]:
         summary = {"rows": len(split.photos), "steps": config.steps, "model": str(out)}
         if finished:
             return {**summary, "done_before": True}
-        device = models.pick_device(config.device)
-        # float32 weights, since bfloat16 is too coarse for small updates of all of them.
-        full = config.model.model_copy(update={"dtype": "float32"})
-        model = models.load_model(full, device)
-        processor = models.load_processor(config.model.name)
-        dataset = Dataset.from_dict(
-            {name: columns[name] for name in ("prompt", "completion", "image")}
-        ).cast_column("image", Image())
-        trainer = SFTTrainer(
-            model=model,
-            processing_class=processor,
-            train_dataset=dataset,
-            args=SFTConfig(
-                output_dir=str(out / "trainer"),
-                max_steps=config.steps,
-                per_device_train_batch_size=config.batch_size,
-                learning_rate=config.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=max(1, config.steps // 20),
-                weight_decay=0.0,
-                max_length=None,  # truncation would cut image pads
-                completion_only_loss=True,
-                seed=config.seed,
-                shuffle_dataset=False,  # `data.lay_out` decides the order
-                use_cpu=device == "cpu",
-                bf16=device == "cuda" and torch.cuda.is_bf16_supported(),
-                gradient_checkpointing=device == "cuda",
-                save_steps=max(50, config.steps // 4),
-                save_total_limit=2,
-                report_to="none",
-                logging_steps=max(1, config.steps // 10),
-            ),
-        )
-        show_table(
-            trainer,
-            (
-                Column(" loss", "loss", "{:.3f}".format),
-                Column("token accuracy", "mean_token_accuracy", "{:.3f}".format),
-            ),
-        )
+        trainer = _build_trainer(config, columns)
         trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
-        staged = out / "staged"
-        trainer.model.save_pretrained(staged)
-        processor.save_pretrained(staged)
-        for file in sorted(staged.iterdir(), key=lambda path: path.name == "config.json"):
-            file.replace(out / file.name)
-        shutil.rmtree(staged)
-        shutil.rmtree(out / "trainer", ignore_errors=True)
+        _publish(trainer, out)
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return {**summary, "loss_first": losses[0], "loss_last": losses[-1], "done_before": False}
+
+
+def _build_trainer(config: WarmupConfig, columns: Mapping[str, Any]) -> Any:
+    """Returns an `SFTTrainer` of all weights on the columns, in their order."""
+    import torch
+    from datasets import Dataset, Image
+    from trl import SFTConfig, SFTTrainer
+
+    from geoguessr_rl.backends import models
+    from geoguessr_rl.backends.progress import Column, show_table
+
+    device = models.pick_device(config.device)
+    # float32 weights, since bfloat16 is too coarse for small updates of all of them.
+    full = config.model.model_copy(update={"dtype": "float32"})
+    model = models.load_model(full, device)
+    processor = models.load_processor(config.model.name)
+    dataset = Dataset.from_dict(
+        {name: columns[name] for name in ("prompt", "completion", "image")}
+    ).cast_column("image", Image())
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=processor,
+        train_dataset=dataset,
+        args=SFTConfig(
+            output_dir=str(config.output_dir / "trainer"),
+            max_steps=config.steps,
+            per_device_train_batch_size=config.batch_size,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=max(1, config.steps // 20),
+            weight_decay=0.0,
+            max_length=None,  # truncation would cut image pads
+            completion_only_loss=True,
+            seed=config.seed,
+            shuffle_dataset=False,  # `data.lay_out` decides the order
+            use_cpu=device == "cpu",
+            bf16=device == "cuda" and torch.cuda.is_bf16_supported(),
+            gradient_checkpointing=device == "cuda",
+            save_steps=max(50, config.steps // 4),
+            save_total_limit=2,
+            report_to="none",
+            logging_steps=max(1, config.steps // 10),
+        ),
+    )
+    show_table(
+        trainer,
+        (
+            Column(" loss", "loss", "{:.3f}".format),
+            Column("token accuracy", "mean_token_accuracy", "{:.3f}".format),
+        ),
+    )
+    return trainer
+
+
+def _publish(trainer: Any, out: Path) -> None:
+    """Moves the model's files into the folder, `config.json` last, and deletes the checkpoints."""
+    staged = out / "staged"
+    trainer.model.save_pretrained(staged)
+    trainer.processing_class.save_pretrained(staged)
+    for file in sorted(staged.iterdir(), key=lambda path: path.name == "config.json"):
+        file.replace(out / file.name)
+    shutil.rmtree(staged)
+    shutil.rmtree(out / "trainer", ignore_errors=True)
