@@ -36,6 +36,15 @@ def test_the_folder_loads_and_stays_tiny(folder: Path) -> None:
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
 
 
+def test_weights_in_a_pickle_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pickled")
+    weights = tmp_path / "pickled/model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pickled/pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(UserError, match="pickled could not be loaded"):
+        models.load_model(Model(name=str(tmp_path / "pickled")), "cpu")
+
+
 def test_the_same_seed_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
     build_tiny(tmp_path, 0, TEXTS)
     for file in folder.iterdir():

@@ -77,7 +77,8 @@ def survives(folder: Path, name: str, text: str) -> bool:
         env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     shutil.rmtree(folder)
-    assert ended.returncode in (0, 1, 2, 4), ended.stdout + ended.stderr  # 2, 4: it cannot be imported
+    # 2 and 4: it cannot be imported.
+    assert ended.returncode in (0, 1, 2, 4), ended.stdout + ended.stderr
     return ended.returncode == 0
 
 

@@ -100,6 +100,7 @@ def load_model(model: Model, device: str) -> Any:
     loaded = _from_hub(
         AutoModelForImageTextToText.from_pretrained,
         model.name,
+        use_safetensors=True,  # no pickle of a stranger's
         dtype=pick_dtype(model.dtype, device),
         attn_implementation=attention(device, pick_dtype(model.dtype, device)),
     )

@@ -61,6 +61,7 @@ class VllmBackend:
         self._llm = vllm.LLM(
             model=model.name,
             dtype=models.pick_dtype(model.dtype, device),
+            load_format="safetensors",  # no pickle of a stranger's
             enforce_eager=on_cpu,
             max_model_len=generation.vllm.max_model_len,
             limit_mm_per_prompt={"image": 1, "video": 0},
