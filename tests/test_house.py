@@ -1,6 +1,8 @@
 """The house: sizes, and what no file of it may do. The layers are in `test_imports.py`."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ LONG = {
     "phases/demo.py _guess_tab": "a page of Gradio: what stands where, and what moves what",
     "phases/demo.py _play_tab": "a page of Gradio: what stands where, and what moves what",
     "phases/preflight.py all_checks": "a table with a row a check",
+    "scripts/benchmarks/data.py run": "seven figures of one data set, which takes minutes to draw",
     "phases/report.py run": "what the templates are given, one line a part",
 }
 
@@ -85,3 +88,10 @@ def test_nothing_runs_code_that_it_was_given(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_no_config_trusts_a_models_own_code(path: Path) -> None:
     assert "trust_remote_code" not in path.read_text(encoding="utf-8")
+
+
+def test_every_shell_script_passes_shellcheck() -> None:
+    scripts = [*(ROOT / "runbook").glob("*.sh"), *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci/run"]
+    command = [Path(sys.executable).with_name("shellcheck"), "-x", "-P", "SCRIPTDIR", *scripts]
+    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert len(scripts) > 8 and ended.returncode == 0, ended.stdout + ended.stderr

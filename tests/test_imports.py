@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "geoguessr_rl"
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
-FILES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
+FILES = sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 
 # The architecture: scripts -> phases -> backends -> ... ; a module imports its own layer or lower.
 LAYERS = [
