@@ -8,10 +8,12 @@ these is decided here alone.
 
 import hashlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -405,3 +407,15 @@ def read_training_log(folder: Path) -> list[dict[str, Any]]:
         return []
     text = (checkpoints[-1] / "trainer_state.json").read_text(encoding="utf-8")
     return list(json.loads(text)["log_history"])
+
+
+def end_with_parent() -> None:
+    """Ends this worker process when its parent is killed; it would wait for work for ever."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

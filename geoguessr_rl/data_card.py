@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from PIL import Image
 
 from geoguessr_rl import artifacts, charts, data, embedded
@@ -22,6 +21,7 @@ from geoguessr_rl.countries import CODES, name_of
 from geoguessr_rl.images import visual_tokens
 from geoguessr_rl.outlines import land_path
 from geoguessr_rl.records import Photo
+from geoguessr_rl.tables import templates
 
 PAGE = "report.html"
 
@@ -310,13 +310,7 @@ def write(data_dir: Path) -> Path:
             if name in splits and name not in private
         },
     }
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters["count"] = lambda n: f"{n:,}"
     page = environment.get_template("data_card.html.jinja").render(context)
     artifacts.write_text(data_dir / PAGE, page + "\n")

@@ -7,10 +7,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from geoguessr_rl.eval_metrics import central, spread_km
 from geoguessr_rl.game import ROUNDS, Game, Guess, result_line
@@ -18,7 +15,7 @@ from geoguessr_rl.parsing import ParsedAnswer, parse_answer
 from geoguessr_rl.prompt import THINK_CLOSE
 from geoguessr_rl.records import Completion
 from geoguessr_rl.reward import GEOSCORE_MAX
-from geoguessr_rl.tables import clues, country_name, number, place, printable
+from geoguessr_rl.tables import clues, country_name, number, place, printable, templates
 from geoguessr_rl.world_map import Circle, Kind, Pin, map_value
 
 BASE, TRAINED, ALONE, PERSON = "Base model", "Trained model", "Model", "You"
@@ -67,13 +64,7 @@ def flag(iso2: str | None) -> str:
 
 @lru_cache
 def _template() -> Any:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {"number": number, "flag": flag, "printable": printable}
     environment.globals |= {"country_name": country_name, "place": place, "KINDS": KINDS}
     return environment.get_template("demo_views.html.jinja").module

@@ -17,8 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-
 from geoguessr_rl import artifacts, data, embedded
 from geoguessr_rl.artifacts import UserError
 from geoguessr_rl.comparison import Comparison, paired_comparison
@@ -26,7 +24,7 @@ from geoguessr_rl.config import EvalConfig, ExportConfig
 from geoguessr_rl.prompt import MAX_COMPLETION_TOKENS, build_messages
 from geoguessr_rl.records import Photo
 from geoguessr_rl.runs import Run, load_runs
-from geoguessr_rl.tables import TABLE, country_name, inert, number, printable
+from geoguessr_rl.tables import TABLE, country_name, inert, number, printable, templates
 from geoguessr_rl.upload import TAG
 
 Kind = Literal["adapter", "merged"]
@@ -216,12 +214,7 @@ def write(
         "versions": versions(evidence),
         "version": version("geoguessr-rl"),
     }
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("geoguessr_rl", "."),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {"number": number, "inert": inert, "json": json.dumps}
     body = environment.get_template("model_card.md.jinja").render(context)
     meta = front_matter(kind, repo, evidence, base, licence, shown)

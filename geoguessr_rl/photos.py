@@ -7,7 +7,6 @@ a kill. What became of each photo stands in a ledger, `photos.jsonl`, so that no
 import hashlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -119,18 +118,6 @@ def measure_files(files: Sequence[tuple[str, Path]]) -> list[Stored]:
     return results
 
 
-def _end_with_parent() -> None:
-    """Ends this worker when its parent is killed; it would wait for work for ever."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def in_parallel(
     work: Callable[[Sequence[T]], R], items: Sequence[T], workers: int | None
 ) -> Iterator[R]:
@@ -145,7 +132,9 @@ def in_parallel(
         return
     # Not fork: polars has threads, and a forked child could find their locks held.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(
+        count, mp_context=context, initializer=artifacts.end_with_parent
+    ) as pool:
         try:
             running: deque[Future[R]] = deque()
             for block in blocks:

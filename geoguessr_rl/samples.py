@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import jinja2
-
 from geoguessr_rl import artifacts
 from geoguessr_rl.data_card import thumbnail
 from geoguessr_rl.records import Photo
-from geoguessr_rl.tables import country_name, printable
+from geoguessr_rl.tables import country_name, printable, templates
 
 ROWS, PAGE = "samples.jsonl", "samples.html"
 SHOWN = 80  # on the page, the newest; the rows hold all of them
@@ -91,13 +89,7 @@ def add(folder: Path, samples: Sequence[Sample], photos: Mapping[str, Photo]) ->
         }
         for step, group in groupby(reversed(rows), key=lambda sample: sample.step)
     ]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     page = environment.get_template("samples.html.jinja").render(run=folder.name, tables=tables)
     artifacts.write_text(folder / PAGE, page + "\n")
 

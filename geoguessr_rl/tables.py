@@ -5,7 +5,10 @@ The score table, the comparison and the report share it, so that one figure has 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from geoguessr_rl.countries import CODES, name_of
 from geoguessr_rl.eval_metrics import look_up
@@ -111,3 +114,17 @@ def metric_lines(metrics: Mapping[str, Any]) -> list[str]:
         if rows:
             lines += [title, *columns(rows)]
     return lines
+
+
+def templates() -> jinja2.Environment:
+    """Returns where every page's template comes from, by its path in the package.
+
+    Values are escaped in HTML, and a name that a template does not get is an error.
+    """
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -8,14 +8,13 @@ module of `benchmarks/` whose `run(scale)` returns figures; to add one, write it
 import argparse
 import importlib
 import multiprocessing
-import os
 import sys
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from geoguessr_rl.artifacts import end_with_parent
 from geoguessr_rl.config import run_script
 
 TASKS = ("reward", "data", "score", "eval", "train", "ray")
@@ -24,18 +23,6 @@ TASKS = ("reward", "data", "score", "eval", "train", "ray")
 def run_task(name: str, scale: float) -> Any:
     """Returns the figures of one task."""
     return importlib.import_module(f"benchmarks.{name}").run(scale)
-
-
-def end_with_parent() -> None:
-    """Ends this process when the command is killed: a task left behind would slow the next run."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_apart(name: str, scale: float) -> Any:

@@ -18,7 +18,6 @@ FUNCTION_LINES = 60
 # Functions that are longer, each with its reason.
 LONG = {
     "backends/predictions.py generate": "one loop over blocks, and its progress bar",
-    "model_card.py write": "what the template is given, one line a part",
     "phases/demo.py _guess_tab": "a page of Gradio: what stands where, and what moves what",
     "phases/demo.py _play_tab": "a page of Gradio: what stands where, and what moves what",
     "phases/preflight.py all_checks": "a table with a row a check",

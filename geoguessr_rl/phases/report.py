@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from geoguessr_rl import artifacts, data, embedded
@@ -40,7 +39,7 @@ from geoguessr_rl.report_tables import (
 from geoguessr_rl.reproduce import describe, reproduce
 from geoguessr_rl.reward import GEOSCORE_MAX
 from geoguessr_rl.runs import Run, load_runs
-from geoguessr_rl.tables import clues, country_name, inert, number, place, printable
+from geoguessr_rl.tables import clues, country_name, inert, number, place, printable, templates
 
 LISTED = 10  # rows of the lists of countries
 CLUES = 280  # characters of a card's clues; the whole answer stands below them
@@ -371,16 +370,10 @@ def run(
         "reproduce": reproduce(runs, training),
         "resamples": RESAMPLES,
     }
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("geoguessr_rl", "phases"),
-        autoescape=jinja2.select_autoescape(["html.jinja"]),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {"number": number, "inert": inert}
     for suffix in ("md", "html"):
-        text = environment.get_template(f"report.{suffix}.jinja").render(context)
+        text = environment.get_template(f"phases/report.{suffix}.jinja").render(context)
         artifacts.write_text(output_dir / f"report.{suffix}", text + "\n")
     lines = [
         f"{name} GeoScore {one.stored['mean_geoscore']:.0f}, country "

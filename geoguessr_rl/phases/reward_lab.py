@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from geoguessr_rl import artifacts
@@ -22,7 +21,7 @@ from geoguessr_rl.eval_metrics import by_photo
 from geoguessr_rl.records import Prediction
 from geoguessr_rl.reward import DEFAULT_SHAPE, SCORE_VERSION
 from geoguessr_rl.reward_figures import Answers, Curve, Figures
-from geoguessr_rl.tables import columns, number
+from geoguessr_rl.tables import columns, number, templates
 
 PAGE, RESULTS = "reward_lab.html", "reward_lab.json"
 GENERATIONS = 8  # TRL's own default of num_generations
@@ -222,15 +221,9 @@ def page(result: Mapping[str, Any], found: Mapping[str, Mapping[str, Figures]]) 
     counts, last = result["histogram"]["answers"], math.log10(EDGES[-1])
     edges = [100 * math.log10(km) / last for km in EDGES]
     start = int(np.argmin(np.abs(np.array(GRID) - (result["median_km"] or 1000.0))))
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("geoguessr_rl", "phases"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {"number": number}
-    return environment.get_template("reward_lab.html.jinja").render(
+    return environment.get_template("phases/reward_lab.html.jinja").render(
         result=result,
         summary=summary(result),
         expectation=expectation(result),
