@@ -151,9 +151,14 @@ def file_sha256(path: Path) -> str:
 def folder_fingerprint(name: str) -> str | None:
     """Returns a fingerprint of a local model's or adapter's files, or None for a Hub name.
 
-    A folder can be trained anew under its old name; only its bytes say which model it holds.
+    A folder can be trained anew under its old name; only its bytes say which model it holds. What a
+    checkpoint says about its run is left out: it has seconds and dollars, which never repeat.
     """
-    files = [file for file in sorted(Path(name).glob("*")) if file.suffix in FINGERPRINTED]
+    files = [
+        file
+        for file in sorted(Path(name).glob("*"))
+        if file.suffix in FINGERPRINTED and file.name != "trainer_state.json"
+    ]
     return fingerprint({file.name: file_sha256(file) for file in files}) if files else None
 
 

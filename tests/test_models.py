@@ -1,7 +1,10 @@
 """Models by folder and by shape, adapters that do not fit, and the tiny Qwen3-VL."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +280,16 @@ def test_an_adapter_takes_another_s_place_and_one_of_another_shape_is_refused(
             )
     with pytest.raises(UserError, match="has another shape than the adapter before it"):
         models.replace_adapter(model, wider)
+
+
+def test_an_adapters_settings_are_written_in_one_order(tmp_path: Path) -> None:
+    written = set()
+    for seed in ("1", "2", "3"):
+        code = (
+            "from geoguessr_rl.backends import models; from geoguessr_rl.config import Lora; "
+            f"models.lora_config(Lora()).save_pretrained({str(tmp_path)!r})"
+        )
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        written.add((tmp_path / "adapter_config.json").read_text())
+    assert len(written) == 1

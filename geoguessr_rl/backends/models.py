@@ -215,7 +215,7 @@ def lora_config(lora: Lora) -> Any:
     """Returns PEFT's config of the adapter."""
     from peft import LoraConfig
 
-    return LoraConfig(
+    config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -224,6 +224,11 @@ def lora_config(lora: Lora) -> Any:
         exclude_modules=lora.exclude_modules or None,
         task_type="CAUSAL_LM",
     )
+    # PEFT keeps lists as sets, and writes those in an order that changes from process to process.
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(value := getattr(config, name), set):
+            setattr(config, name, sorted(value))
+    return config
 
 
 def _same_model(left: str, right: str) -> bool:
