@@ -128,6 +128,7 @@ def run_ablation(world: Path, out: Path, configs: Path) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_the_script_runs_all_three_and_goes_on_where_it_failed(
     world: Path, tmp_path: Path, script: Callable[..., Ended]
 ) -> None:

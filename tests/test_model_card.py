@@ -403,6 +403,7 @@ def test_a_stranger_who_runs_the_snippet_gets_the_answers_of_base_and_adapter(
 
 
 @vllm_cpu
+@pytest.mark.slow
 def test_the_adapter_is_served_by_the_cards_command(
     pushed: Pushed, expected: list[str], world: Path
 ) -> None:

@@ -249,6 +249,7 @@ def test_a_killed_worker_changes_no_answer(
     assert (tmp_path / f"{ids[7]}.died").exists() and (tmp_path / f"{ids[18]}.died").exists()
 
 
+@pytest.mark.slow
 def test_a_photo_that_kills_its_worker_has_no_answer_and_the_run_is_incomplete(
     world: Path,
     local_rows: bytes,
@@ -327,6 +328,7 @@ def test_a_block_that_waited_for_its_turn_is_not_answered_again(
     assert not (run / predictions.WAITING).exists()
 
 
+@pytest.mark.slow
 def test_a_killed_driver_loses_no_finished_block(
     world: Path, tmp_path: Path, start_script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

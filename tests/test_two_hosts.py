@@ -173,6 +173,7 @@ def test_two_hosts_prepare_and_filter_as_one_machine_does(
     assert written(tmp_path / "pool") == written(local / "pool")
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process_does(
     hosts: tuple[str, str], world: Path, tmp_path: Path
 ) -> None:
