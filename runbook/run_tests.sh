@@ -8,15 +8,13 @@ cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-# One process more than cores, since tests wait for what they start; each with one thread, as more
-# of those than cores slow each other many times over.
+# A process a core, each with one thread: more threads than cores slow each other many times over.
 export OMP_NUM_THREADS=1
-processes=$(($(getconf _NPROCESSORS_ONLN) + 1))
 chosen=(-m "not slow")
 if [ "${1:-}" = "--all" ]; then
   shift
   chosen=()
 fi
 # A file's tests share what they set up; the files with few and long tests must not come last.
-exec "$PYTHON" -m pytest --numprocesses "$processes" --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+exec "$PYTHON" -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
   --durations 10 "${chosen[@]}" "$@"

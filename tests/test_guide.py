@@ -184,7 +184,8 @@ PROGRAMS = {
     "trl": ["trl/scripts/vllm_serve.py"],
     "vllm": ["vllm/engine/arg_utils.py", "vllm/entrypoints/**/cli_args.py"],
     "torchrun": ["torch/distributed/run.py"],
-    "pytest": [],
+    "pytest": ["_pytest/*.py", "xdist/plugin.py", "pytest_cov/plugin.py"],
+    "coverage": ["coverage/cmdline.py"],
     "uv": [],
 }
 
@@ -224,7 +225,8 @@ def wrong_flags(command: list[str]) -> list[str]:
     said = " ".join(command)
     found = script_in(command)
     end = found[0] if found else len(command)
-    begin = next(Path(word).name for word in command if not re.match(r"[A-Z_]+=", word))
+    words = [Path(word).name for word in command if not re.match(r"[A-Z_]+=", word)]
+    begin = words[2] if words[:2] == ["python", "-m"] else words[0]
     program = begin if begin in PROGRAMS else None
     wrong = []
     for n, word in enumerate(command):
