@@ -131,7 +131,14 @@ def test_the_edges_of_the_map_are_in_range() -> None:
     assert parse_answer(text) == ParsedAnswer("Fiji", "FJ", -90.0, -180.0)
 
 
+@pytest.mark.parametrize("place", [(90.5, 0), (-90.001, 0), (0, 180.5), (0, -180.001)])
+def test_a_place_a_little_off_the_earth_is_none(place: tuple[float, float]) -> None:
+    text = f'<answer>{{"country": "Fiji", "lat": {place[0]}, "lon": {place[1]}}}</answer>'
+    assert parse_answer(text) is None
+
+
 def test_a_block_over_the_limit_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_BLOCK_CHARS == 2000
     padding = MAX_BLOCK_CHARS - len(CHILE_JSON)
     assert parse_answer(f"<answer>{CHILE_JSON}{' ' * padding}</answer>") == CHILE
     too_long = f"<answer>{CHILE_JSON}{' ' * (padding + 1)}</answer>"

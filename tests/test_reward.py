@@ -146,7 +146,9 @@ def test_labels_are_compared_strictly() -> None:
     [
         (None, 2.0, "FR"),
         (math.nan, 2.0, "FR"),
+        (90.5, 2.0, "FR"),
         (91.0, 2.0, "FR"),
+        (48.0, 180.5, "FR"),
         (48.0, math.inf, "FR"),
         (48.0, 2.0, None),
         (48.0, 2.0, ""),
@@ -273,6 +275,10 @@ def test_known_points_of_the_other_shapes() -> None:
 
 def test_a_curriculum_shrinks_from_the_first_to_the_last_scale() -> None:
     shape = RewardShape("curriculum")
+    assert distance_reward(300, shape) == distance_reward(300, shape, 0.0)
+    assert components(answer(), 48.0, 2.0, "FR", shape) == components(
+        answer(), 48.0, 2.0, "FR", shape, 0.0
+    )
     assert distance_reward(2000, shape, 0.0) == pytest.approx(math.exp(-1))
     assert distance_reward(25, shape, 1.0) == pytest.approx(math.exp(-1))
     rewards = [distance_reward(500, shape, step / 10) for step in range(11)]
