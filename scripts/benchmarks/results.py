@@ -118,17 +118,18 @@ def markdown(book: Book) -> str:
     """Returns all figures as a Markdown table; a trial stands where there is nothing else."""
     shown = book["trials"] | book["results"]
     lines = [("task", *HEADINGS), ["---"] * (1 + len(HEADINGS))]
-    taken = defaultdict(list)  # the tasks of each machine, so that it is described once
+    taken = defaultdict(list)  # the tasks of each run, so that it is described once
     for name, one in sorted(shown.items()):
         title = f"{name} (trial at {one['scale']:g})" if one["trial"] else name
         for row in one["figures"]:
             lines.append([title, *cells(Figure(**{k: v for k, v in row.items() if k != "kept"}))])
         commit = re.sub(r"^([0-9a-f]{8})[0-9a-f]{32}", r"\1", one["commit"])
-        taken[_surroundings(one)].append(
-            f"{title} on {one['date'][:10]} at {commit}, load {one['machine']['load']}"
-        )
+        taken[
+            f"on {one['date'][:10]} at {commit}, load {one['machine']['load']} before: "
+            f"{_surroundings(one)}"
+        ].append(title)
     rows = [f"| {' | '.join(line)} |" for line in lines]
-    notes = [f"{where}: {'; '.join(tasks)}." for where, tasks in taken.items()]
+    notes = [f"{', '.join(tasks)} {where}." for where, tasks in taken.items()]
     return "\n".join([*rows, "", *notes]) + "\n"
 
 
