@@ -28,6 +28,7 @@ OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
 # Changes that change nothing that anybody could see, each with its module and its reason.
 SAME = {
     "@lru_cache(maxsize=1) -> 2": "reward.py: a second batch that is kept costs memory alone",
+    "if d_km <= km2: -> d_km < km2": "reward.py: two lines agree on the knot between them",
     "progress = 0.0 -> 0.001": "reward.py: only a curriculum looks at it, and sets it",
     "return 2 * EARTH_RADIUS_KM * math.asin(min(1.0, math.sqrt(h))) -> 1.011": (
         "reward.py: the root of what rounding gives is 1 in all that was tried; the guard stays"

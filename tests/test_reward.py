@@ -276,6 +276,8 @@ def test_known_points_of_the_other_shapes() -> None:
 def test_a_curriculum_shrinks_from_the_first_to_the_last_scale() -> None:
     shape = RewardShape("curriculum")
     assert distance_reward(300, shape) == distance_reward(300, shape, 0.0)
+    assert distance_reward(300, shape, -0.005) == distance_reward(300, shape, 0.0)
+    assert distance_reward(300, shape, 1.005) == distance_reward(300, shape, 1.0)
     assert components(answer(), 48.0, 2.0, "FR", shape) == components(
         answer(), 48.0, 2.0, "FR", shape, 0.0
     )
