@@ -160,6 +160,17 @@ def test_a_missing_truth_raises_whatever_the_answer(text: str, truth: tuple) -> 
         components(text, *truth)
 
 
+@pytest.mark.parametrize("truth", [(90.0, 0.0), (-90.0, 0.0), (0.0, 180.0), (0.0, -180.0)])
+def test_the_ends_of_the_earth_are_places(truth: tuple[float, float]) -> None:
+    assert components(answer(), *truth, "FR").format == 1
+
+
+def test_weights_sum_to_1_up_to_rounding() -> None:
+    RewardShape(format_weight=0.1 + 1e-9, country_weight=0.3, dist_weight=0.6)
+    with pytest.raises(ValueError, match="their sum 1"):
+        RewardShape(format_weight=0.1005, country_weight=0.3, dist_weight=0.6)
+
+
 # --- Every form of a completion
 
 
