@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     script(
         "warmup_sft.py", "--config", CONFIGS / "warmup.yaml", *data, "--output_dir", root / "base",
-        "--model", root / "embedded/tiny", "--set", "steps=200",
-        "--set", f"clues={root / 'embedded/world/clues.json'}",
+        "--model", root / "embedded/tiny", "--set", f"clues={root / 'embedded/world/clues.json'}",
+        "--set", "steps=100", "--set", "batch_size=16", "--set", "learning_rate=0.004",
     )  # fmt: skip
     printed = script(
         "train_grpo.py", "--config", CONFIGS / "grpo.yaml", *data, "--model", root / "base",
         "--split", "train_pool", "--set", f"trainer.output_dir={root / 'grpo'}",
         "--set", "trainer.max_steps=6", "--set", "trainer.save_steps=2",
         "--set", "trainer.use_vllm=true", "--set", "trainer.report_to=none",
+        "--set", "trainer.per_device_train_batch_size=32",
     )  # fmt: skip
     assert "trained 6 steps" in printed
     return root
 
 
+@cache
 def evaluate(root: Path, data_dir: Path, backend: str, lora: Path | None) -> list[dict[str, Any]]:
     """Returns the rows of one evaluation."""
     name = f"{backend}-{'rl' if lora else 'base'}-{data_dir.name}"
@@ -94,7 +97,7 @@ def agreement(left: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -
     return sum(same) / len(same)
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_greedy_answers_agree_on_embedded_photos(run: Path, adapter: bool) -> None:
     lora = run / "grpo/checkpoint-6" if adapter else None
     theirs = evaluate(run, run / "data", "transformers", lora)
@@ -188,7 +191,9 @@ def test_the_real_config_runs_under_the_tiny_models_name(run: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("phase", ["run_eval.py", "filter_learnable.py"])
+@pytest.mark.parametrize(
+    "phase", ["run_eval.py", pytest.param("filter_learnable.py", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_continues_to_the_same_bytes(run: Path, phase: str) -> None:
     is_eval = phase == "run_eval.py"
     config = CONFIGS / ("eval.yaml" if is_eval else "filter.yaml")

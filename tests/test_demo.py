@@ -298,6 +298,7 @@ def told(tab: Tab) -> str:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the awkward files are not part of the project")
+@pytest.mark.parametrize("tab", [WIDE], ids=["wide"], indirect=True)
 def test_every_awkward_file_is_answered_or_refused_in_a_sentence(tab: Tab, server: Server) -> None:
     files = [f for f in sorted((SHARED / "awkward_files").iterdir()) if f.suffix != ".md"]
     assert len(files) > 25

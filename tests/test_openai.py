@@ -610,7 +610,7 @@ def agreement(left: Sequence[Sequence[Completion]], right: Sequence[Sequence[Com
 
 
 @vllm_cpu
-@pytest.mark.parametrize("share", [0.0, 0.13])
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.13, marks=pytest.mark.slow)])
 def test_vllms_server_gives_offline_vllms_answers(
     connect: Connect,
     vllm_server: VllmServer,

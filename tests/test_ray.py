@@ -57,6 +57,9 @@ def cluster() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+workers = pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow)])
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough blocks for several workers in the small sources of these tests."""
@@ -108,7 +111,7 @@ def prepared(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@workers
 def test_prepare_writes_the_files_of_the_local_engine(
     workers: int, source: Path, prepared: Path, tmp_path: Path
 ) -> None:
@@ -185,8 +188,11 @@ ENGINES = {
 ON_RAY = {"engine": "ray", "ray.workers": 2}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", [*ENGINES, "adapter"])
+@workers
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES), "adapter"],
+)
 def test_evaluation_writes_the_files_of_the_local_engine(
     name: str, workers: int, world: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -280,7 +286,9 @@ def test_a_photo_that_kills_its_worker_has_no_answer_and_the_run_is_incomplete(
     ][1:]
 
 
-@pytest.mark.parametrize("order", [("local", "ray"), ("ray", "local")])
+@pytest.mark.parametrize(
+    "order", [("local", "ray"), pytest.param(("ray", "local"), marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_with_the_other_engine(
     order: tuple[str, str], world: Path, local_rows: bytes, tmp_path: Path
 ) -> None:
@@ -291,7 +299,7 @@ def test_a_run_goes_on_with_the_other_engine(
     assert path.read_bytes() == local_rows
 
 
-@pytest.mark.parametrize("engine", ["local", "ray"])
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_block_that_waited_for_its_turn_is_not_answered_again(
     engine: str,
     world: Path,
@@ -395,6 +403,7 @@ def test_a_bug_is_raised_at_once_with_the_workers_traceback(tmp_path: Path) -> N
     assert ray_faults.handled(tmp_path) == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_loses_every_worker_ends_with_the_blocks_name(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         count(tmp_path, numbers=3, fault="everything")

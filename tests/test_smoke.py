@@ -147,6 +147,7 @@ def test_the_script_fails_on_a_prompt_that_lost_its_text(world: Path, tmp_path: 
     assert ended.stdout.rstrip().splitlines()[-1].startswith("FAILED: only ")
 
 
+@pytest.mark.slow
 def test_the_script_fails_on_a_model_that_does_not_answer(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "smoke test"
     ended = smoke_test(world, world / "tiny", out, "--skip_preflight")

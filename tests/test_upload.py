@@ -29,7 +29,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 from geoguessr_rl import config, hub, upload
-hub.BACKOFF_SECONDS, upload.SILENCE_SECONDS = 0.01, 2
+hub.BACKOFF_SECONDS, upload.SILENCE_SECONDS = 0.01, 1
 repo, private, folder = sys.argv[1], sys.argv[2] == "private", Path(sys.argv[3])
 files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
 def main():
