@@ -252,11 +252,11 @@ def test_gps_is_revealed_when_asked_for_and_not_before(
     send(tab, photo)
     answered(tab)
     tab.page.wait_for_selector("#compare")
-    held = told(tab)
-    assert "33.45" not in held and "70.66" not in held
+    assert not places(told(tab), (-33.4535, -70.6620))
     tab.page.click("#compare")
     tab.page.wait_for_selector("text=Against the photo's own GPS")
     assert tab.page.locator("#map .pin").count() >= 2
+    assert places(told(tab), (-33.4535, -70.6620))
     assert re.search(r"\d km", tab.page.inner_text(".scores"))
 
 
@@ -297,6 +297,19 @@ def told(tab: Tab) -> str:
     return re.sub(r"data:image/jpeg;base64,[\w+/=]+", "", stream + tab.page.content())
 
 
+def places(held: str, place: tuple[float, float]) -> bool:
+    """Whether a text holds coordinates, side by side in either order.
+
+    A coordinate alone shows nothing: a style sheet of 0.22em says as much.
+    """
+    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", held)]
+    return any(
+        max(abs(a - b) for a, b in zip(place, pair, strict=True)) < 0.01
+        for first, second in itertools.pairwise(numbers)
+        for pair in [(first, second), (second, first)]
+    )
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the awkward files are not part of the project")
 @pytest.mark.parametrize("tab", [WIDE], ids=["wide"], indirect=True)
 def test_every_awkward_file_is_answered_or_refused_in_a_sentence(tab: Tab, server: Server) -> None:
@@ -320,20 +333,6 @@ def test_every_awkward_file_is_answered_or_refused_in_a_sentence(tab: Tab, serve
     assert not server.files()
 
 
-def gives_away(held: str, photo: Any) -> bool:
-    """Whether a text holds a photo's id or, side by side in either order, its coordinates.
-
-    A coordinate alone shows nothing: a style sheet of 0.22em says as much.
-    """
-    numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", held)]
-    place = (photo.latitude, photo.longitude)
-    return photo.id in held or any(
-        max(abs(a - b) for a, b in zip(place, pair, strict=True)) < 0.01
-        for first, second in itertools.pairwise(numbers)
-        for pair in [(first, second), (second, first)]
-    )
-
-
 def test_a_game_of_five_rounds_never_holds_a_truth_before_it_is_played(
     tab: Tab, server: Server
 ) -> None:
@@ -347,8 +346,9 @@ def test_a_game_of_five_rounds_never_holds_a_truth_before_it_is_played(
         tab.page.wait_for_selector(f"text=Photo {number} of 5")
         photo = by_bytes[tab.page.get_attribute(".game-photo img", "src")]
         held = told(tab)
-        assert not gives_away(held, photo)
-        assert gives_away(f'{held}{{"lat": {photo.latitude:.2f}, "lon": {photo.longitude}}}', photo)
+        place = (photo.latitude, photo.longitude)
+        assert photo.id not in held and not places(held, place)
+        assert places(f'{held}{{"lat": {place[0]:.2f}, "lon": {place[1]}}}', place)
         box = tab.page.locator("#play-map svg").first.bounding_box()
         tab.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.6)
         tab.page.click("#submit")

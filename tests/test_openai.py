@@ -267,7 +267,7 @@ def test_used_up_tries_are_an_error_without_text(
     assert len(server.requests) == 4 and backend.last_failure
 
 
-@pytest.mark.parametrize("slow", [{"delay": 1.0}, {"trickle": 0.05}])
+@pytest.mark.parametrize("slow", [{"delay": 5.0}, {"trickle": 0.1}])
 def test_an_answer_that_takes_too_long_is_a_transport_failure(
     connect: Connect, photos: list[Photo], slow: dict[str, float]
 ) -> None:
@@ -275,7 +275,7 @@ def test_an_answer_that_takes_too_long_is_a_transport_failure(
     with ApiServer(by_photo(photos, fault=late, times=1)) as server:
         started = time.monotonic()
         answers = connect(server, timeout_seconds=0.3).generate(photos[:1], GREEDY)
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 4
     assert texts(answers) == named(photos[:1]) and len(server.requests) == 2
 
 
